@@ -1,0 +1,71 @@
+"""``zero_optimization.offload_optimizer`` and ``offload_param``: where states live when not on the device."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from deepspeed.runtime.config_base import Count, NonNegativeNumber, Section
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Places that an ``offload_*.device`` key can name. ``nvme`` is known only to be refused by name."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """States that ``offload_states(include=...)`` can name, under DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def _lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) and not isinstance(value, Enum) else value
+
+
+OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_lower_case)]
+
+
+class OffloadTarget(Section):
+    """Keys that both offload sections share.
+
+    device: "none" or "cpu", in any letter case. pin_memory: page-lock the staging buffers (never the states).
+    nvme_path, buffer_count: read only with device "nvme", which is refused; accepted because clients always send them.
+    """
+
+    device: OffloadDevice = OffloadDeviceEnum.none
+    pin_memory: bool = True
+    nvme_path: str | None = None
+
+
+class OffloadOptimizerConfig(OffloadTarget):
+    """Optimizer offload: master weights, gradients and optimizer state on the host.
+
+    ratio and super_offload are refused unless at their defaults. fast_init, pipeline_read, pipeline_write
+    (NVMe) and cpuadam_cores_perc (SuperOffload) have no effect here.
+    """
+
+    buffer_count: Count = 4
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.8
+
+
+class OffloadParamConfig(OffloadTarget):
+    """Parameter offload: a stage-3 feature; below stage 3 it has no effect, in DeepSpeed too."""
+
+    buffer_count: Count = 5
+    buffer_size: NonNegativeNumber = 1e8
+    max_in_cpu: NonNegativeNumber = 1e9
