@@ -1,0 +1,177 @@
+"""The collectives of ZeRO 1 and 2 as functions over a process group; nothing here keeps state.
+
+On gloo a sum is taken in rank order in fp32, so that its bits depend neither on the bucket's extent nor on a
+ring's starting point, and every 16-bit type works whatever gloo's own reductions support. On NCCL the library reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# Rows are summed this many elements at a time, so that the fp32 temporary stays in cache.
+_SUM_TILE_NUMEL = 1 << 18
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Wait = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Comm:
+    """A data-parallel process group as seen by one of its ranks."""
+
+    group: dist.ProcessGroup | None  # None: a single process without torch.distributed
+    rank: int
+    world: int
+    on_host: bool  # gloo: buffers are host tensors, reduced by us
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Comm:
+        """Describe a group; without an initialized torch.distributed, a world of one."""
+        if not dist.is_initialized():
+            return cls(None, 0, 1, True)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), "nccl" not in dist.get_backend(group))
+
+    def global_rank(self, rank: int) -> int:
+        """A group rank as torch.distributed's root arguments want it."""
+        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+
+
+def launch_reduce_mean(flat: torch.Tensor, owner_bounds: Sequence[int], comm: Comm) -> Wait:
+    """Start reducing each owner's slice of a bucket to its owner.
+
+    Args:
+        flat: `[owner_bounds[-1]]` floating, the bucket. The own slice is overwritten with the mean over ranks; the
+            rest is undefined afterwards.
+        owner_bounds: `[world + 1]`, owner r's slice is `[owner_bounds[r], owner_bounds[r + 1])`.
+        comm: the ranks.
+
+    Returns:
+        A function to call once; after it the mean is in place (on NCCL: in stream order).
+    """
+    if comm.world == 1:
+        return _nothing_to_wait_for
+    if not comm.on_host:
+        works = [
+            dist.reduce(
+                flat[low:high], comm.global_rank(owner), dist.ReduceOp.AVG, group=comm.group, async_op=True
+            )
+            for owner, (low, high) in enumerate(zip(owner_bounds, owner_bounds[1:], strict=False))
+            if high > low
+        ]
+        return lambda: [work.wait() for work in works] and None
+    counts = [high - low for low, high in zip(owner_bounds, owner_bounds[1:], strict=False)]
+    own = flat[owner_bounds[comm.rank] : owner_bounds[comm.rank + 1]]
+    return _launch_exchange_and_sum(flat, counts, own, comm)
+
+
+def launch_all_reduce_mean(flat: torch.Tensor, comm: Comm) -> Wait:
+    """Start averaging a whole bucket on every rank (stage 0).
+
+    Args:
+        flat: `[numel]` floating; overwritten with the mean.
+        comm: the ranks.
+
+    Returns:
+        A function to call once; after it the mean is in place (on NCCL: in stream order).
+    """
+    if comm.world == 1:
+        return _nothing_to_wait_for
+    if not comm.on_host:
+        work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.group, async_op=True)
+        return lambda: work.wait() and None
+    part = -(-flat.numel() // comm.world)
+    bounds = [min(rank * part, flat.numel()) for rank in range(comm.world + 1)]
+    counts = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+    own = flat[bounds[comm.rank] : bounds[comm.rank + 1]]
+    wait_sum = _launch_exchange_and_sum(flat, counts, own, comm)
+
+    def wait() -> None:
+        wait_sum()
+        padded = torch.zeros(part, dtype=flat.dtype)
+        padded[: own.numel()].copy_(own)
+        gathered = torch.empty(part * comm.world, dtype=flat.dtype)
+        launch_all_gather(gathered, padded, comm)()
+        flat.copy_(gathered[: flat.numel()])
+
+    return wait
+
+
+def launch_all_gather(gathered: torch.Tensor, own: torch.Tensor, comm: Comm) -> Wait:
+    """Start collecting every rank's equal part.
+
+    Args:
+        gathered: `[world * n]`, receives the parts in rank order.
+        own: `[n]`, this rank's part, same dtype.
+        comm: the ranks.
+
+    Returns:
+        A function to call once; after it `gathered` is complete (on NCCL: in stream order).
+    """
+    # Bytes, because gloo moves some element types and not others.
+    work = _all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=comm.group, async_op=True)
+    return lambda: work.wait() and None
+
+
+def all_reduce_sum(values: Sequence[float], comm: Comm, device: torch.device) -> list[float]:
+    """Sum a few numbers over ranks in double precision: the step's one decision.
+
+    Args:
+        values: numbers of this rank.
+        comm: the ranks.
+        device: where the backend wants its tensors.
+
+    Returns:
+        The sums, the same bits on every rank.
+    """
+    if comm.world == 1:
+        return list(values)
+    packed = torch.tensor(values, dtype=torch.float64, device="cpu" if comm.on_host else device)
+    dist.all_reduce(packed, group=comm.group)
+    return packed.tolist()
+
+
+def broadcast(tensor: torch.Tensor, owner: int, comm: Comm) -> None:
+    """Copy the owner's contiguous tensor to every rank, in place."""
+    if comm.world > 1 and tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), comm.global_rank(owner), group=comm.group)
+
+
+def _launch_exchange_and_sum(flat: torch.Tensor, counts: list[int], own: torch.Tensor, comm: Comm) -> Wait:
+    """Send each owner its slice, then average the received rows into `own`."""
+    rows = torch.empty(comm.world * own.numel(), dtype=flat.dtype)
+    itemsize = flat.element_size()
+    work = dist.all_to_all_single(
+        rows.view(torch.uint8),
+        flat.view(torch.uint8),
+        [own.numel() * itemsize] * comm.world,
+        [count * itemsize for count in counts],
+        group=comm.group,
+        async_op=True,
+    )
+
+    def wait() -> None:
+        work.wait()
+        _mean_of_rows(rows.view(comm.world, -1), own)
+
+    return wait
+
+
+def _mean_of_rows(rows: torch.Tensor, mean: torch.Tensor) -> None:
+    """Average rows in order, in fp32 (fp64 for fp64), rounding once into `mean`."""
+    wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
+    for start in range(0, mean.numel(), _SUM_TILE_NUMEL):
+        tile = rows[:, start : start + _SUM_TILE_NUMEL]
+        total = tile[0].to(wide, copy=True)
+        for row in tile[1:]:
+            total += row
+        mean[start : start + _SUM_TILE_NUMEL] = total.div_(rows.shape[0])
+
+
+def _nothing_to_wait_for() -> None:
+    """A world of one has nothing in flight."""

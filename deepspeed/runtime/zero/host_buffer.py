@@ -1,0 +1,204 @@
+"""Exact-size named host memory, kept out of forked children, and the ledger that counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger("DeepSpeed")
+
+# Absent from Python's mmap module before 3.12; the values are Linux's.
+_MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One buffer of the ledger."""
+
+    name: str
+    nbytes: int  # bytes in use
+    pinned: bool
+
+
+class Ledger:
+    """Every host buffer that an engine owns: name, bytes, page-locked or not.
+
+    A buffer enters when it is made and leaves when its memory is returned. Iterating gives `LedgerEntry` tuples in
+    the order of creation.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+
+    def add(self, buffer: HostBuffer) -> None:
+        """Count a buffer from now until it is released."""
+        self._buffers[id(buffer)] = buffer
+
+    def discard(self, buffer: HostBuffer) -> None:
+        """Stop counting a buffer."""
+        self._buffers.pop(id(buffer), None)
+
+    def __iter__(self) -> Iterator[LedgerEntry]:
+        for buffer in list(self._buffers.values()):
+            yield LedgerEntry(buffer.name, buffer.nbytes, buffer.pinned)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all buffers together."""
+        return sum(entry.nbytes for entry in self)
+
+
+class HostBuffer:
+    """An anonymous private mapping of exactly the bytes asked for (rounded up to pages by the kernel).
+
+    Goal: training state that costs what arithmetic says, also beside forked data-loader workers. A child of `fork`
+    shares the parent's pages until the parent writes; then the kernel duplicates each page for the child's sake.
+    The mapping is therefore kept out of children (`MADV_DONTFORK`): nothing is shared, nothing is duplicated, and a
+    child that touches it ends loudly. Memory goes back to the system at once when the last tensor over it is
+    gone, in the process that made it and in no other.
+
+    Memory: `nbytes`, resident from the first write on.
+
+    Args:
+        name: what it holds, for the ledger and for errors.
+        numel: number of elements.
+        dtype: element type.
+        ledger: counts the buffer.
+        reserve_dtype: a wider type that `retype` may switch to later. Only address space is reserved for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        ledger: Ledger,
+        reserve_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self._ledger = ledger
+        self._unpin: weakref.finalize | None = None
+        itemsize = max(dtype.itemsize, reserve_dtype.itemsize if reserve_dtype else 0)
+        self._memory = _map_anonymous(name, numel * itemsize)
+        # [numel * itemsize] uint8, host; empty when there is nothing to hold
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8) if self._memory else _NOTHING
+        ledger.add(self)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the buffer is page-locked."""
+        return self._unpin is not None and self._unpin.alive
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: `numel` times the present element size."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements, `[numel]` of the present dtype; a view, it keeps the memory alive."""
+        return self._bytes[: self.nbytes].view(self.dtype)
+
+    def fill_zero(self) -> HostBuffer:
+        """Write zeros: makes every page resident now, by the threads that will use them. Returns itself."""
+        self.tensor.zero_()
+        return self
+
+    def retype(self, dtype: torch.dtype) -> None:
+        """Convert the elements in place to a wider dtype within the reserved bytes; no second copy exists at any time.
+
+        Upper halves first: the target bytes of elements `[h, n)` with `h = ceil(n / 2)` lie behind every
+        source byte when the element doubles, so each round reads and writes disjoint memory.
+        """
+        narrow, numel = self.tensor, self.numel
+        if dtype.itemsize != 2 * self.dtype.itemsize or numel * dtype.itemsize > self._bytes.numel():
+            raise RuntimeError(f"{self.name}: expected a reserved dtype twice as wide as {self.dtype}, got {dtype}.")
+        wide = self._bytes[: numel * dtype.itemsize].view(dtype)
+        while numel > 1:
+            half = (numel + 1) // 2
+            wide[half:numel].copy_(narrow[half:numel])
+            numel = half
+        if numel:
+            wide[0] = narrow[0].item()
+        self.dtype = dtype
+
+    def pin(self) -> bool:
+        """Page-lock the buffer for direct transfers; on failure warn once and go on with pageable memory.
+
+        Returns:
+            Whether the buffer is page-locked now.
+        """
+        if self.pinned or self._memory is None or not torch.cuda.is_available():
+            return self.pinned
+        code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
+        if code == 0:
+            # A finalizer runs before those registered earlier: unlocked first, unmapped after.
+            self._unpin = weakref.finalize(self._memory, _unregister, self._bytes.data_ptr(), os.getpid())
+            self._unpin.atexit = False
+        else:
+            logger.warning(
+                "zero_optimization.offload_optimizer.pin_memory: page-locking %d bytes for %s failed (CUDA error %d); "
+                "going on without. Raise the memlock limit (ulimit -l) or set pin_memory to false.",
+                self._bytes.numel(),
+                self.name,
+                code,
+            )
+        return self.pinned
+
+    def release(self) -> None:
+        """Give up the memory; it is unmapped when the last tensor over it is gone. May be called twice."""
+        if self._unpin is not None:
+            self._unpin()
+        self._ledger.discard(self)
+        self._bytes, self._memory, self.numel = _NOTHING, None, 0
+
+
+def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:
+    """A fresh anonymous mapping, unmapped when the returned object dies; None for no bytes."""
+    if nbytes == 0:
+        return None
+    libc = _libc()
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise MemoryError(
+            f"{name}: expected {nbytes} bytes of host memory, got {os.strerror(code)}. "
+            "Use more ranks, a smaller model, or a machine with more memory."
+        )
+    if libc.madvise(address, nbytes, _MADV_DONTFORK) != 0:
+        logger.warning("%s: cannot be kept out of forked children (%s)", name, os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
+    return memory
+
+
+def _unregister(address: int, owner_pid: int) -> None:
+    """Unlock a page-locked mapping, in the process that locked it."""
+    if os.getpid() == owner_pid:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _unmap(address: int, nbytes: int, owner_pid: int) -> None:
+    """Return a mapping to the system. A forked child does not have it, and may have something else there."""
+    if os.getpid() == owner_pid:
+        _libc().munmap(address, nbytes)
+
+
+def _libc() -> ctypes.CDLL:
+    """The C library of this process with the three calls typed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

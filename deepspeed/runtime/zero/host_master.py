@@ -1,0 +1,266 @@
+"""The fp32 master shard on the host: what this project exists for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
+from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
+from deepspeed.runtime.zero.staging import Downloader
+
+logger = logging.getLogger("DeepSpeed")
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """How a host master keeps its state.
+
+    Args:
+        grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive in.
+        num_threads: threads of the host kernels.
+        ledger: counts every buffer.
+    """
+
+    grad_dtype: torch.dtype
+    num_threads: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class _HostGroup:
+    """One parameter group's shard."""
+
+    layout: GroupLayout
+    master: HostBuffer  # [shard_numel] fp32
+    param: torch.nn.Parameter  # the same memory, as the inner optimizer sees it
+    grads: HostBuffer  # [shard_numel] fp32 or 16 bit
+
+
+class _Piece(NamedTuple):
+    """A run of gradients that has arrived in this step."""
+
+    numel: int
+    sum_of_squares: float  # of the run as it is now; not finite if any element is not
+
+
+class HostMaster:
+    """Master weights, gradients and optimizer state of this rank's shard, in host memory.
+
+    Goal: 16 bytes a parameter, or 14 when a 16-bit gradient arrives once a step, and not one more: at
+    initialization, at the first step, at a save, and beside forked children.
+    Pattern: `load_grads` stores the first contribution of a step and adds the later ones in fp32, in the one gradient
+    buffer there is; the kernel that does it also returns the sum of squares of the result, which therefore
+    is known without another pass when the last contribution is in. `step` walks each tile once: the Adam kernel
+    reads the gradient times one factor (unscale and clip) and writes master, moments and the low-precision weight.
+    The gradient itself is never rewritten. Another optimizer runs in its ordinary way on the flat shard instead.
+    Lifetime: from initialization to `close`. A 16-bit gradient buffer is widened in place, once and for good, when a
+    second contribution comes; address space for it is reserved from the beginning.
+    Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments.
+
+    Args:
+        groups: layouts of the parameter groups.
+        shard: which shard is this rank's.
+        params: parameters by `slot.index`; the master starts from their values.
+        optimizer: the inner optimizer; its groups' `params` become the flat masters.
+        settings: how to keep the state.
+        op: the compiled host kernels.
+        downloader: brings gradient slices from the device; None when they are in host memory already.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        shard: int,
+        params: Mapping[int, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        settings: HostSettings,
+        op: ModuleType,
+        downloader: Downloader | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._op = op
+        self._downloader = downloader
+        self._pieces: dict[tuple[int, int], _Piece] = {}  # by (group, shard_start); what this step has brought
+        self._state_buffers: list[HostBuffer] = []
+        self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
+        self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
+        for group, options in zip(self._groups, optimizer.param_groups, strict=True):
+            options["params"] = [group.param]
+        if isinstance(optimizer, DeepSpeedCPUAdam):
+            for index, group in enumerate(self._groups):
+                optimizer.init_state(group.param, partial(self._zeros, index))
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The flat fp32 masters, one a group, `[shard_numel]`."""
+        return [group.param.data for group in self._groups]
+
+    def grads(self, group: int) -> torch.Tensor:
+        """A group's gradient as kept, `[shard_numel]`: the mean over ranks, times the loss scale."""
+        self.wait_grads()
+        return self._groups[group].grads.tensor
+
+    def load_grads(self, items: Sequence[BucketItem], flat: torch.Tensor) -> None:
+        """Take a reduced slice: store it, or add it to what this step has brought already.
+
+        Args:
+            items: what the slice holds, in order.
+            flat: `[sum of numels]`, any floating dtype, on the device or the host.
+        """
+        if self._downloader is None:
+            self._store(items, 0, flat)
+        else:
+            self._downloader.submit(items, flat, self._store)
+
+    def wait_grads(self) -> None:
+        """Wait until every gradient taken has arrived in host memory."""
+        if self._downloader is not None:
+            self._downloader.wait()
+
+    def sum_of_squares(self) -> float:
+        """Sum of squares of the shard's gradients; not finite if any element is not."""
+        self.wait_grads()
+        return math.fsum(piece.sum_of_squares for piece in self._pieces.values())
+
+    def set_grads(self, group: int, start: int, value: torch.Tensor) -> None:
+        """Overwrite a run of gradients, `[n]`, and let the norm follow.
+
+        A value that the buffer's dtype cannot hold is rounded to it.
+        """
+        self.wait_grads()
+        end = start + value.numel()
+        grads = self._groups[group].grads.tensor
+        grads[start:end].copy_(value)
+        for (owner, first), piece in self._pieces.items():
+            if owner == group and first < end and start < first + piece.numel:
+                run = grads[first : first + piece.numel]
+                total = self._op.sum_of_squares(run, self._settings.num_threads)
+                self._pieces[owner, first] = _Piece(piece.numel, total)
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiply the gradients in place, for optimizers that take no factor."""
+        self.wait_grads()
+        for group in self._groups:
+            group.grads.tensor.mul_(factor)
+
+    def step(self, factor: float, publisher: Publisher) -> None:
+        """Update masters and state from the gradients times `factor`, and publish the weights tile by tile."""
+        self.wait_grads()
+        if self._fused:
+            for group in self._groups:
+                self._optimizer.state[group.param]["step"] += 1
+            publish_all(publisher, len(self._groups), partial(self._step_tile, factor))
+        else:
+            self._step_unfused(factor)
+            self.publish(publisher)
+        self.clear_grads()
+
+    def publish(self, publisher: Publisher) -> None:
+        """Bring the masters' present values to the parameters, without a step."""
+        publish_all(publisher, len(self._groups), self._copy_tile)
+
+    def clear_grads(self) -> None:
+        """Forget the gradients: the next contribution is the first of its step."""
+        self.wait_grads()
+        self._pieces.clear()
+
+    def close(self) -> None:
+        """Return the memory to the system."""
+        if self._downloader is not None:
+            self._downloader.close()
+        for group in self._groups:
+            self._optimizer.state.pop(group.param, None)
+            group.param.data = torch.empty(0)
+            group.master.release()
+            group.grads.release()
+        for buffer in self._state_buffers:
+            buffer.release()
+
+    def _make_group(
+        self, index: int, layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter]
+    ) -> _HostGroup:
+        """Allocate a group's buffers and copy its master from the parameters."""
+        low, high = layout.shard_bounds(shard)
+        ledger, grad_dtype = self._settings.ledger, self._settings.grad_dtype
+        master = HostBuffer(f"master[{index}]", high - low, torch.float32, ledger)
+        for segment in layout.segments(low, high):
+            flat = params[segment.slot.index].data.view(-1)
+            source = flat[segment.param_start : segment.param_start + segment.numel]
+            master.tensor[segment.offset : segment.offset + segment.numel].copy_(source)
+        grads = HostBuffer(f"gradient[{index}]", high - low, grad_dtype, ledger, torch.float32).fill_zero()
+        return _HostGroup(layout, master, torch.nn.Parameter(master.tensor), grads)
+
+    def _zeros(self, index: int, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor for the optimizer's state of a group, counted until `close`."""
+        buffer = HostBuffer(f"{name}[{index}]", numel, dtype, self._settings.ledger).fill_zero()
+        self._state_buffers.append(buffer)
+        return buffer.tensor
+
+    def _store(self, items: Sequence[BucketItem], first: int, flat: torch.Tensor) -> None:
+        """Store or add a run of gradients that lies in host memory.
+
+        Args:
+            items: what it may hold; only the part of each that falls into the run is taken.
+            first: the run's first element, counted from the first item's.
+            flat: `[n]`, host.
+        """
+        base = items[0].bucket_start + first
+        for item in items:
+            low, high = max(item.bucket_start - base, 0), min(item.bucket_start + item.numel - base, flat.numel())
+            if low < high:
+                start = item.shard_start + base + low - item.bucket_start
+                self._contribute(item.slot.group, start, flat[low:high])
+
+    def _contribute(self, index: int, start: int, piece: torch.Tensor) -> None:
+        group = self._groups[index]
+        add = (index, start) in self._pieces
+        if add and group.grads.dtype != torch.float32:
+            logger.info(
+                "gradient[%d]: a second contribution in one step; the buffer is widened from %s to fp32, "
+                "+%d bytes of host memory from now on",
+                index,
+                group.grads.dtype,
+                2 * group.grads.numel,
+            )
+            group.grads.retype(torch.float32)
+        place = group.grads.tensor[start : start + piece.numel()]
+        total = self._op.accumulate(place, piece, add, self._settings.num_threads)
+        self._pieces[index, start] = _Piece(piece.numel(), total)
+
+    def _copy_tile(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        target.out.copy_(self._groups[index].master.tensor[target.start : target.end])
+
+    def _step_tile(self, factor: float, index: int, target: Target) -> None:
+        """One fused pass over a run of the shard."""
+        assert isinstance(self._optimizer, DeepSpeedCPUAdam)
+        group = self._groups[index]
+        self._optimizer.step_slice(
+            self._optimizer.param_groups[index],
+            group.param,
+            (target.start, target.end),
+            group.grads.tensor[target.start : target.end],
+            factor,
+            target.out,
+        )
+
+    def _step_unfused(self, factor: float) -> None:
+        """Any elementwise torch optimizer, in its ordinary way on the flat shards."""
+        if factor != 1.0:
+            self.scale_grads(factor)
+        for group in self._groups:
+            group.param.grad = group.grads.tensor
+        self._optimizer.step()
+        for group in self._groups:
+            group.param.grad = None

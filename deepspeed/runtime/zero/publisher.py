@@ -1,0 +1,173 @@
+"""From a shard's fresh low-precision weights to every rank's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deepspeed.runtime.zero import collectives
+from deepspeed.runtime.zero.collectives import Comm, Wait
+from deepspeed.runtime.zero.layout import GroupLayout, Segment
+
+
+class Target(NamedTuple):
+    """Where the weights of the shard's elements `[start, end)` are to be written."""
+
+    start: int
+    end: int
+    out: torch.Tensor  # [end - start] the params' dtype
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a shard between `open_chunk` and `close_chunk`.
+
+    Args:
+        targets: places that together hold the chunk's owned elements, to be written before `close_chunk`.
+    """
+
+    targets: Sequence[Target]
+
+
+class Publisher(Protocol):
+    """Opens chunks for writing and brings what was written to the parameters.
+
+    Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding.
+    """
+
+    def chunks(self, group: int) -> Iterator[tuple[int, int]]:
+        """Chunk bounds `(start, end)` over the group's shard, padding included."""
+
+    def open_chunk(self, group: int, start: int, end: int) -> Chunk:
+        """Make room for a chunk."""
+
+    def close_chunk(self, chunk: Chunk) -> None:
+        """The chunk has been written; it may travel now."""
+
+    def finish(self) -> None:
+        """After this every parameter is fresh (on a device: in the current stream's order)."""
+
+
+def publish_all(publisher: Publisher, groups: int, write: Callable[[int, Target], None]) -> None:
+    """Walk every chunk of every group once.
+
+    Args:
+        publisher: where the weights go.
+        groups: how many parameter groups.
+        write: computes the weights of a target of a group, in place.
+    """
+    for group in range(groups):
+        for start, end in publisher.chunks(group):
+            chunk = publisher.open_chunk(group, start, end)
+            for target in chunk.targets:
+                write(group, target)
+            publisher.close_chunk(chunk)
+    publisher.finish()
+
+
+@dataclass(frozen=True)
+class _ParamChunk(Chunk):
+    """A chunk that is gathered from all ranks."""
+
+    group: int
+    start: int
+    end: int
+    own: torch.Tensor  # [end - start] the params' dtype
+
+
+class _Gather(NamedTuple):
+    """An all-gather in flight."""
+
+    wait: Wait
+    chunk: _ParamChunk
+    gathered: torch.Tensor  # [world * (end - start)] the params' dtype
+
+
+class ParamPublisher:
+    """Publishes from where the parameters are.
+
+    A rank that owns whole groups writes straight into the parameters. Otherwise a chunk is written to a buffer of its
+    own and gathered from all ranks; the gather of one chunk is in flight while the next is computed.
+    Memory: nothing, or `2 * (world + 1) * chunk_numel` elements during a step.
+
+    Args:
+        groups: layouts of the parameter groups.
+        params: parameters by `slot.index`.
+        comm: the ranks.
+        chunk_numel: elements of one chunk.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        params: Mapping[int, torch.nn.Parameter],
+        comm: Comm,
+        chunk_numel: int,
+    ) -> None:
+        self._groups = groups
+        self._params = params
+        self._comm = comm
+        self._chunk_numel = chunk_numel
+        self._in_flight: _Gather | None = None
+
+    def chunks(self, group: int) -> Iterator[tuple[int, int]]:
+        """See `Publisher`."""
+        extent = self._groups[group].shard_extent
+        for start in range(0, extent, self._chunk_numel):
+            yield start, min(start + self._chunk_numel, extent)
+
+    def open_chunk(self, group: int, start: int, end: int) -> Chunk:
+        """See `Publisher`."""
+        layout = self._groups[group]
+        if layout.shards == 1:
+            return Chunk(
+                [
+                    Target(start + segment.offset, start + segment.offset + segment.numel, self._view(segment))
+                    for segment in layout.segments(start, end)
+                ]
+            )
+        device = self._params[layout.slots[0].index].device
+        own = torch.empty(end - start, dtype=params_dtype(layout, self._params), device=device)
+        owned_end = min(end, layout.shard_numel(self._comm.rank))
+        targets = [Target(start, owned_end, own[: owned_end - start])] if owned_end > start else []
+        return _ParamChunk(targets, group, start, end, own)
+
+    def close_chunk(self, chunk: Chunk) -> None:
+        """See `Publisher`."""
+        if not isinstance(chunk, _ParamChunk):
+            return
+        gathered = chunk.own.new_empty(self._comm.world * chunk.own.numel())
+        wait = collectives.launch_all_gather(gathered, chunk.own, self._comm)
+        self._finish_in_flight()
+        self._in_flight = _Gather(wait, chunk, gathered)
+
+    def finish(self) -> None:
+        """See `Publisher`."""
+        self._finish_in_flight()
+
+    def _finish_in_flight(self) -> None:
+        """Wait for the gather in flight and copy its rows into the parameters."""
+        if self._in_flight is None:
+            return
+        (wait, chunk, gathered), self._in_flight = self._in_flight, None
+        wait()
+        layout = self._groups[chunk.group]
+        rows = gathered.view(self._comm.world, -1)
+        for rank, row in enumerate(rows):
+            base, shard_end = layout.shard_bounds(rank)
+            for segment in layout.segments(base + chunk.start, min(base + chunk.end, shard_end)):
+                self._view(segment).copy_(row[segment.offset : segment.offset + segment.numel])
+
+    def _view(self, segment: Segment) -> torch.Tensor:
+        """The parameter's elements of a segment, `[segment.numel]`, where they live."""
+        flat = self._params[segment.slot.index].data.view(-1)
+        return flat[segment.param_start : segment.param_start + segment.numel]
+
+
+def params_dtype(layout: GroupLayout, params: Mapping[int, torch.nn.Parameter]) -> torch.dtype:
+    """The common dtype of a group's parameters, or fp32 when they differ."""
+    dtypes = {params[slot.index].dtype for slot in layout.slots}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -1,0 +1,271 @@
+"""The staging ring: fixed host memory through which everything between device and host passes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.layout import BucketItem
+from deepspeed.runtime.zero.publisher import Chunk, ParamPublisher, Target
+
+# Takes items, the first element of the run counted from the first item's, and the run itself in host memory.
+HostSink = Callable[[Sequence[BucketItem], int, torch.Tensor], None]
+
+SLOTS = 3
+
+
+class StagingSlot:
+    """One slot of the ring: host bytes and the transfer that may still be using them."""
+
+    def __init__(self, buffer: HostBuffer) -> None:
+        self._buffer = buffer
+        self._event: torch.cuda.Event | None = None
+
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The slot's first `numel` elements as `dtype`, host."""
+        return self._buffer.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def launch(self, event: torch.cuda.Event) -> None:
+        """A transfer that uses the slot ends at this event."""
+        self._event = event
+
+    def wait(self) -> None:
+        """Wait until the slot's last transfer has ended."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class StagingRing:
+    """A few slots of fixed extent, used in turn.
+
+    Goal: page-locked memory is a constant, whatever the model; only this is ever pinned.
+    Lifetime: from initialization to `close`. Downloads use it during backward, uploads during step, never both.
+    Memory: `SLOTS * slot_nbytes`.
+
+    Args:
+        slot_nbytes: bytes of one slot.
+        pin: page-lock the slots.
+        ledger: counts them.
+    """
+
+    def __init__(self, slot_nbytes: int, pin: bool, ledger: Ledger) -> None:
+        self.slot_nbytes = slot_nbytes
+        self._buffers = [
+            HostBuffer(f"staging[{index}]", slot_nbytes, torch.uint8, ledger).fill_zero() for index in range(SLOTS)
+        ]
+        self.pinned = pin and all([buffer.pin() for buffer in self._buffers])
+        self._slots = deque(StagingSlot(buffer) for buffer in self._buffers)
+
+    def acquire(self) -> StagingSlot:
+        """The slot whose last use is longest ago, free to be overwritten."""
+        self._slots.rotate(-1)
+        slot = self._slots[-1]
+        slot.wait()
+        return slot
+
+    def close(self) -> None:
+        """Wait for what is in flight and return the memory."""
+        for slot in self._slots:
+            slot.wait()
+        for buffer in self._buffers:
+            buffer.release()
+
+
+class _Download(NamedTuple):
+    """A reduced slice on its way to the host."""
+
+    items: Sequence[BucketItem]
+    flat: torch.Tensor  # [n] device
+    ready: torch.cuda.Event  # the slice is complete
+    sink: HostSink
+
+
+class _Arrival(NamedTuple):
+    """A part of a download that is being copied into a slot."""
+
+    first: int
+    view: torch.Tensor  # [n] host
+    slot: StagingSlot
+
+
+class Downloader:
+    """Brings reduced slices to host memory while the device goes on with the backward pass.
+
+    A worker thread copies a slice through the ring on a stream of its own and hands each slot to the sink, which stores
+    or adds it with the host kernels; both release the GIL. The device waits for nobody; the thread
+    that runs backward waits only when `LOOKAHEAD` slices are under way.
+
+    Args:
+        ring: the staging ring.
+        device: where the slices are.
+    """
+
+    LOOKAHEAD = 2
+
+    def __init__(self, ring: StagingRing, device: torch.device) -> None:
+        self._ring = ring
+        self._stream = torch.cuda.Stream(device)
+        self._queue: queue.Queue[_Download | None] = queue.Queue(self.LOOKAHEAD)
+        self._error: BaseException | None = None
+        self._worker = threading.Thread(target=self._run, name="gradient-download", daemon=True)
+        self._worker.start()
+
+    def submit(self, items: Sequence[BucketItem], flat: torch.Tensor, sink: HostSink) -> None:
+        """Start bringing a slice down; it is complete in the current stream's order.
+
+        Args:
+            items: what it holds.
+            flat: `[n]` device; may be freed by the caller at once.
+            sink: called on the worker for each run that has arrived.
+        """
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(flat.device))
+        flat.record_stream(self._stream)
+        self._queue.put(_Download(items, flat, ready, sink))
+
+    def wait(self) -> None:
+        """Wait until everything submitted has been handed to its sink."""
+        self._queue.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """End the worker."""
+        self._queue.put(None)
+        self._worker.join()
+
+    def _run(self) -> None:
+        while (download := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self._process(download)
+            except BaseException as error:  # noqa: BLE001 - raised again by wait(), on the caller's thread
+                self._error = error
+            finally:
+                del download
+                self._queue.task_done()
+
+    def _process(self, download: _Download) -> None:
+        """Keep the ring full: while one slot is handed on, the next ones fill."""
+        self._stream.wait_event(download.ready)
+        arrivals: deque[_Arrival] = deque()
+        for arrival in self._launch_copies(download.flat):
+            arrivals.append(arrival)
+            if len(arrivals) == SLOTS:
+                self._deliver(download, arrivals.popleft())
+        while arrivals:
+            self._deliver(download, arrivals.popleft())
+
+    def _launch_copies(self, flat: torch.Tensor) -> Iterator[_Arrival]:
+        slot_numel = self._ring.slot_nbytes // flat.element_size()
+        for first in range(0, flat.numel(), slot_numel):
+            part = flat[first : first + slot_numel]
+            slot = self._ring.acquire()
+            view = slot.view(part.numel(), flat.dtype)
+            with torch.cuda.stream(self._stream):
+                view.copy_(part, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+            slot.launch(event)
+            yield _Arrival(first, view, slot)
+
+    def _deliver(self, download: _Download, arrival: _Arrival) -> None:
+        arrival.slot.wait()
+        download.sink(download.items, arrival.first, arrival.view)
+
+
+@dataclass(frozen=True)
+class _StagedChunk(Chunk):
+    """A chunk that is written in host memory first."""
+
+    inner: Chunk
+    slot: StagingSlot
+    staged: torch.Tensor  # [chunk's end - start] the params' dtype, host
+    start: int
+
+
+class UploadPublisher:
+    """Publishes weights that are computed on the host to parameters on a device.
+
+    The host writes a chunk into a slot; its upload and, with several ranks, its all-gather run on a side
+    stream while the host computes the next chunk.
+
+    Args:
+        inner: publishes from the device.
+        dtypes: the parameters' dtype, one a group.
+        ring: the staging ring; a slot holds a chunk.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self, inner: ParamPublisher, dtypes: Sequence[torch.dtype], ring: StagingRing, device: torch.device
+    ) -> None:
+        self._inner = inner
+        self._dtypes = dtypes
+        self._ring = ring
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # Copies from pageable memory block their thread, so they get one of their own.
+        self._thread = None if ring.pinned else ThreadPoolExecutor(1, "weight-upload")
+        self._uploads: deque[Future[None]] = deque()
+
+    def chunks(self, group: int) -> Iterator[tuple[int, int]]:
+        """See `Publisher`."""
+        return self._inner.chunks(group)
+
+    def open_chunk(self, group: int, start: int, end: int) -> Chunk:
+        """See `Publisher`."""
+        # The device may still be reading the weights of the pass before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if len(self._uploads) == SLOTS:
+            self._uploads.popleft().result()
+        slot = self._ring.acquire()
+        staged = slot.view(end - start, self._dtypes[group])
+        with torch.cuda.stream(self._stream):
+            inner = self._inner.open_chunk(group, start, end)
+        targets = []
+        if inner.targets:
+            low, high = inner.targets[0].start, inner.targets[-1].end
+            targets.append(Target(low, high, staged[low - start : high - start]))
+        return _StagedChunk(targets, inner, slot, staged, start)
+
+    def close_chunk(self, chunk: Chunk) -> None:
+        """See `Publisher`."""
+        assert isinstance(chunk, _StagedChunk)
+        if self._thread is None:
+            self._upload(chunk)
+        else:
+            self._uploads.append(self._thread.submit(self._upload, chunk))
+
+    def finish(self) -> None:
+        """See `Publisher`."""
+        while self._uploads:
+            self._uploads.popleft().result()
+        with torch.cuda.stream(self._stream):
+            self._inner.finish()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """End the upload thread, if there is one."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _upload(self, chunk: _StagedChunk) -> None:
+        with torch.cuda.stream(self._stream):
+            for target in chunk.inner.targets:
+                source = chunk.staged[target.start - chunk.start : target.end - chunk.start]
+                target.out.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            chunk.slot.launch(event)
+            self._inner.close_chunk(chunk.inner)
