@@ -1,0 +1,219 @@
+// Python binding of the host kernels: checks arguments by name, rounds constants, calls without the GIL.
+// pybind.h and Tensor.h instead of torch/extension.h: a third of the compile time and of the compiler's memory.
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "dispatch.h"
+
+namespace {
+
+namespace py = pybind11;
+using host_ops::Stream;
+
+const host_ops::KernelTable& kernels() {
+    static const host_ops::KernelTable* const table = [] {
+        const char* limit = std::getenv("DS_SIMD_LEVEL");
+        const auto* selected = host_ops::select_kernels(limit == nullptr ? "" : limit);
+        TORCH_CHECK_VALUE(selected != nullptr, "DS_SIMD_LEVEL: expected a level that this processor has, got '",
+                          limit, "'. Unset it, or set one of scalar, avx2, avx512, neon.");
+        return selected;
+    }();
+    return *table;
+}
+
+host_ops::Dtype stream_dtype(const char* name, const at::Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case at::kFloat:
+            return host_ops::Dtype::kFloat32;
+        case at::kBFloat16:
+            return host_ops::Dtype::kBfloat16;
+        case at::kHalf:
+            return host_ops::Dtype::kFloat16;
+        default:
+            TORCH_CHECK_VALUE(false, name, ": expected dtype float32, bfloat16 or float16, got ",
+                              tensor.scalar_type(), ". Convert it first.");
+    }
+}
+
+Stream stream(const char* name, const at::Tensor& tensor, int64_t numel) {
+    TORCH_CHECK_VALUE(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided, name,
+                      ": expected a dense CPU tensor, got ",
+                      tensor.defined() ? tensor.device().str() + " " + c10::str(tensor.layout()) : "none",
+                      ". Keep the optimizer's tensors on the host.");
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got sizes ", tensor.sizes(),
+                      " with strides ", tensor.strides(), ". Call .contiguous() and keep the result.");
+    TORCH_CHECK_VALUE(tensor.numel() == numel, name, ": expected ", numel, " elements, got ", tensor.numel(),
+                      ". Give tensors of one size.");
+    return {tensor.data_ptr(), stream_dtype(name, tensor)};
+}
+
+struct Hyper {
+    int64_t step;
+    double lr, beta1, beta2, eps, weight_decay;
+    bool adamw_mode, bias_correction;
+    double grad_scale;
+};
+
+// Computed in double and rounded once, as torch does with its Python floats.
+host_ops::AdamArgs adam_args(const Hyper& h) {
+    TORCH_CHECK_VALUE(h.step >= 1, "step: expected 1 or more, got ", h.step, ". Count from 1.");
+    const double steps = static_cast<double>(h.step);
+    const double correction1 = h.bias_correction ? 1.0 - std::pow(h.beta1, steps) : 1.0;
+    const double correction2 = h.bias_correction ? 1.0 - std::pow(h.beta2, steps) : 1.0;
+    host_ops::AdamArgs args{};
+    args.grad_scale = static_cast<float>(h.grad_scale);
+    args.decay = static_cast<float>(h.adamw_mode ? 1.0 - h.lr * h.weight_decay : 1.0);
+    args.l2 = static_cast<float>(h.adamw_mode ? 0.0 : h.weight_decay);
+    args.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
+    args.beta2 = static_cast<float>(h.beta2);
+    args.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+    args.neg_step_size = static_cast<float>(-h.lr / correction1);
+    args.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
+    args.eps = static_cast<float>(h.eps);
+    return args;
+}
+
+void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
+               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
+               double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
+               bool bias_correction, double grad_scale, int num_threads) {
+    auto args = adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
+    const int64_t numel = master.numel();
+    args.master = stream("master", master, numel);
+    args.grad = stream("grad", grad, numel);
+    args.exp_avg = stream("exp_avg", exp_avg, numel);
+    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
+    if (out.has_value()) {
+        args.out = stream("out", *out, numel);
+    }
+    host_ops::run_adam(kernels(), args, numel, num_threads);
+}
+
+void roof(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
+          const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int num_threads) {
+    host_ops::AdamArgs args{};
+    const int64_t numel = master.numel();
+    args.master = stream("master", master, numel);
+    args.grad = stream("grad", grad, numel);
+    args.exp_avg = stream("exp_avg", exp_avg, numel);
+    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
+    if (out.has_value()) {
+        args.out = stream("out", *out, numel);
+    }
+    host_ops::run_roof(kernels(), args, numel, num_threads);
+}
+
+double accumulate(const at::Tensor& dst, const at::Tensor& src, bool add, int num_threads) {
+    const int64_t numel = dst.numel();
+    const auto mode = add ? host_ops::AccumulateMode::kAdd : host_ops::AccumulateMode::kStore;
+    return host_ops::run_accumulate(kernels(), {stream("dst", dst, numel), stream("src", src, numel), mode}, numel,
+                                    num_threads);
+}
+
+double sum_of_squares(const at::Tensor& src, int num_threads) {
+    const int64_t numel = src.numel();
+    const Stream s = stream("src", src, numel);
+    return host_ops::run_accumulate(kernels(), {s, s, host_ops::AccumulateMode::kReadOnly}, numel, num_threads);
+}
+
+// Stock's interface keeps a mode under an id between calls; everything else comes with each call.
+class AdamModes {
+ public:
+    void set(int id, bool adamw_mode) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        modes_[id] = adamw_mode;
+    }
+    void erase(int id) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        modes_.erase(id);
+    }
+    bool get(int id) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const auto found = modes_.find(id);
+        TORCH_CHECK(found != modes_.end(), "optimizer_id: expected an id given to create_adam, got ", id,
+                    ". Call create_adam first, and not after destroy_adam.");
+        return found->second;
+    }
+
+ private:
+    std::mutex mutex_;
+    std::map<int, bool> modes_;
+};
+
+AdamModes& modes() {
+    static AdamModes instance;
+    return instance;
+}
+
+int create_adam(int optimizer_id, double, double, double, double, double, bool adamw_mode, bool should_log) {
+    modes().set(optimizer_id, adamw_mode);
+    if (should_log) {
+        const py::gil_scoped_acquire gil;
+        py::print("Adam on the host,", kernels().name, "kernels,", adamw_mode ? "AdamW" : "Adam", "mode");
+    }
+    return 0;
+}
+
+int destroy_adam(int optimizer_id) {
+    modes().erase(optimizer_id);
+    return 0;
+}
+
+int adam_update(int optimizer_id, int64_t step, double lr, double beta1, double beta2, double epsilon,
+                double weight_decay, bool bias_correction, const at::Tensor& params, const at::Tensor& grads,
+                const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {
+    const bool adamw_mode = modes().get(optimizer_id);
+    auto args = adam_args({step, lr, beta1, beta2, epsilon, weight_decay, adamw_mode, bias_correction, 1.0});
+    const int64_t numel = params.numel();
+    args.master = stream("params", params, numel);
+    args.grad = stream("grads", grads, numel);
+    args.exp_avg = stream("exp_avg", exp_avg, numel);
+    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
+    host_ops::run_adam(kernels(), args, numel, 0);
+    return 0;
+}
+
+// Messages without torch's C++ stack: they name the user's argument, which is what the user can change.
+void translate(std::exception_ptr error) {
+    try {
+        if (error) {
+            std::rethrow_exception(error);
+        }
+    } catch (const c10::ValueError& e) {
+        PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+    } catch (const c10::Error& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+    }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using py::arg;
+    using NoGil = py::call_guard<py::gil_scoped_release>;
+    py::register_local_exception_translator(translate);
+    m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.", arg("master"),
+          arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"), arg("beta1"),
+          arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"), arg("bias_correction"),
+          arg("grad_scale"), arg("num_threads"));
+    m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"), arg("grad"),
+          arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
+    m.def("accumulate", accumulate, NoGil(), "dst = src or dst += src; returns the sum of squares of dst.",
+          arg("dst"), arg("src"), arg("add"), arg("num_threads"));
+    m.def("sum_of_squares", sum_of_squares, NoGil(), "Sum of squares in double.", arg("src"), arg("num_threads"));
+    m.def("simd_level", [] { return std::string(kernels().name); }, "Name of the vector level in use.");
+    m.def("create_adam", create_adam, NoGil(), "Stock's entry: remembers the mode under an id.",
+          arg("optimizer_id"), arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"),
+          arg("adamw_mode"), arg("should_log"));
+    m.def("adam_update", adam_update, NoGil(), "Stock's entry: one step in place.", arg("optimizer_id"),
+          arg("step"), arg("lr"), arg("beta1"), arg("beta2"), arg("epsilon"), arg("weight_decay"),
+          arg("bias_correction"), arg("params"), arg("grads"), arg("exp_avg"), arg("exp_avg_sq"));
+    m.def("destroy_adam", destroy_adam, NoGil(), "Stock's entry: forgets an id.", arg("optimizer_id"));
+}

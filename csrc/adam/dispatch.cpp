@@ -1,0 +1,142 @@
+#include "dispatch.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <omp.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+namespace host_ops {
+namespace {
+
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t kNumelPerThread = 16384;
+// Ranges start at a multiple of this: no two threads write to one cache line.
+constexpr int64_t kRangeAlignNumel = 64;
+// Sums have at most this many partial results, kept on the stack: a call allocates nothing.
+constexpr int64_t kMaxChunks = 1024;
+constexpr int64_t kMinChunkNumel = 4096;
+static_assert(kMinChunkNumel % kSumLanes == 0, "a chunk starts at accumulator 0");
+
+// Denormal inputs and results count as zero while this lives: they slow arithmetic several times over.
+class FlushDenormals {
+ public:
+    FlushDenormals() : saved_(read()) { write(saved_ | kFlush); }
+    ~FlushDenormals() { write(saved_); }
+    FlushDenormals(const FlushDenormals&) = delete;
+    FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+    using Control = unsigned int;
+    static constexpr Control kFlush = 0x8040;  // flush-to-zero and denormals-are-zero
+    static Control read() { return _mm_getcsr(); }
+    static void write(Control value) { _mm_setcsr(value); }
+#elif defined(__aarch64__)
+    using Control = uint64_t;
+    static constexpr Control kFlush = Control{1} << 24;
+    static Control read() {
+        Control value;
+        asm volatile("mrs %0, fpcr" : "=r"(value));
+        return value;
+    }
+    static void write(Control value) { asm volatile("msr fpcr, %0" : : "r"(value)); }
+#else
+    using Control = int;
+    static constexpr Control kFlush = 0;
+    static Control read() { return 0; }
+    static void write(Control) {}
+#endif
+    const Control saved_;
+};
+
+bool supported(const KernelTable* kernels) {
+    if (kernels == nullptr) {
+        return false;
+    }
+#if defined(__x86_64__)
+    // The builtin also asks the operating system whether it saves the wide registers. F16C is not among the names
+    // that older compilers know.
+    if (std::strncmp(kernels->name, "avx", 3) == 0) {
+        unsigned int a = 0, b = 0, c = 0, d = 0;
+        const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
+        if (std::strcmp(kernels->name, "avx2") == 0) {
+            return avx2;
+        }
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    }
+#endif
+    return true;
+}
+
+int thread_count(int64_t numel, int threads) {
+    const int64_t wanted = threads > 0 ? threads : omp_get_max_threads();
+    return static_cast<int>(std::max<int64_t>(1, std::min(wanted, numel / kNumelPerThread)));
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// OpenMP with num_threads, not at::parallel_for: the number of threads is an argument of the call there, and here
+// torch's own setting is left alone. It is one runtime and one pool all the same: torch loads its libgomp
+// globally, so this library's calls bind to it whichever libgomp the linker named.
+template <class Body>
+void parallel_ranges(int64_t numel, int64_t align_numel, int threads, const Body& body) {
+#pragma omp parallel num_threads(threads)
+    {
+        const FlushDenormals flush;
+        const int64_t blocks = ceil_div(numel, align_numel);
+        const int64_t count = omp_get_num_threads();
+        const int64_t index = omp_get_thread_num();
+        const int64_t begin = blocks * index / count * align_numel;
+        const int64_t end = std::min(blocks * (index + 1) / count * align_numel, numel);
+        if (begin < end) {
+            body(begin, end);
+        }
+    }
+}
+
+}  // namespace
+
+const KernelTable* select_kernels(const char* limit) {
+    const KernelTable* levels[] = {avx512_kernels(), avx2_kernels(), neon_kernels(), scalar_kernels()};
+    for (const KernelTable* kernels : levels) {
+        if (supported(kernels) && (*limit == '\0' || std::strcmp(limit, kernels->name) == 0)) {
+            return kernels;
+        }
+    }
+    return nullptr;
+}
+
+void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads) {
+    parallel_ranges(numel, kRangeAlignNumel, thread_count(numel, threads),
+                    [&](int64_t begin, int64_t end) { kernels.adam(args, begin, end); });
+}
+
+void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads) {
+    parallel_ranges(numel, kRangeAlignNumel, thread_count(numel, threads),
+                    [&](int64_t begin, int64_t end) { kernels.roof(args, begin, end); });
+}
+
+double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads) {
+    // Chunks follow from numel alone, and are added up in order: threads only choose who computes which.
+    const int64_t chunk_numel = ceil_div(std::max(ceil_div(numel, kMaxChunks), kMinChunkNumel), kSumLanes) * kSumLanes;
+    double partial[kMaxChunks];
+    parallel_ranges(numel, chunk_numel, thread_count(numel, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += chunk_numel) {
+            partial[i / chunk_numel] = kernels.accumulate(args, i, std::min(i + chunk_numel, end));
+        }
+    });
+    double sum = 0.0;
+    for (int64_t i = 0; i < ceil_div(numel, chunk_numel); ++i) {
+        sum += partial[i];
+    }
+    return sum;
+}
+
+}  // namespace host_ops

@@ -1,0 +1,21 @@
+// Which kernels run, and on how many threads.
+#pragma once
+
+#include <cstdint>
+
+#include "host_ops.h"
+
+namespace host_ops {
+
+// Widest level that the processor and the operating system support, lowered by `limit` ("scalar", "avx2",
+// "avx512", "neon" or "" for none). Returns nullptr if `limit` names no level that runs here.
+const KernelTable* select_kernels(const char* limit);
+
+// threads = 0: as many as OpenMP would take. Elements are divided in one contiguous range a thread.
+void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
+void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
+
+// Returns the sum of squares; its bits depend on the elements alone, not on level or threads.
+double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads);
+
+}  // namespace host_ops

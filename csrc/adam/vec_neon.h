@@ -1,0 +1,53 @@
+// Vector wrapper: AArch64 NEON, 4 floats.
+#pragma once
+
+#include <cstdint>
+
+#include <arm_neon.h>
+
+namespace {
+
+struct Neon {
+    static constexpr int64_t kLanes = 4;
+    using F = float32x4_t;
+    struct D {
+        float64x2_t lo, hi;
+    };
+
+    static F load_fp32(const float* p) { return vld1q_f32(p); }
+    static F load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+    static F load_fp16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+    static void store_fp32(float* p, F x) { vst1q_f32(p, x); }
+    static void store_bf16(uint16_t* p, F x) {
+        const uint32x4_t bits = vreinterpretq_u32_f32(x);
+        const uint32x4_t upper = vshrq_n_u32(bits, 16);
+        const uint32x4_t odd = vandq_u32(upper, vdupq_n_u32(1));
+        const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
+        const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
+        const uint32x4_t quiet = vorrq_u32(upper, vdupq_n_u32(0x40));
+        const uint32x4_t is_number = vceqq_f32(x, x);
+        vst1_u16(p, vmovn_u32(vbslq_u32(is_number, rounded, quiet)));
+    }
+    static void store_fp16(uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+
+    static F set1(float x) { return vdupq_n_f32(x); }
+    static F add(F a, F b) { return vaddq_f32(a, b); }
+    static F sub(F a, F b) { return vsubq_f32(a, b); }
+    static F mul(F a, F b) { return vmulq_f32(a, b); }
+    static F div(F a, F b) { return vdivq_f32(a, b); }
+    static F sqrt(F a) { return vsqrtq_f32(a); }
+    static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+
+    static D zero_d() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
+    static D add_square(D sum, F x) {
+        const float64x2_t lo = vcvt_f64_f32(vget_low_f32(x));
+        const float64x2_t hi = vcvt_high_f64_f32(x);
+        return {vfmaq_f64(sum.lo, lo, lo), vfmaq_f64(sum.hi, hi, hi)};
+    }
+    static void store_d(double* p, D x) {
+        vst1q_f64(p, x.lo);
+        vst1q_f64(p + 2, x.hi);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,249 @@
+"""Adam and AdamW on the host, by one fused pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..op_builder import CPUAdamBuilder
+from .host_threads import host_threads
+
+# (name, numel, dtype) -> host tensor of that size
+Allocator = Callable[[str, int, torch.dtype], torch.Tensor]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedCPUAdam(torch.optim.Optimizer):
+    """Adam or AdamW on host tensors: fp32, bf16 or fp16 parameters, gradients of any of these types.
+
+    One pass over memory a step: reads parameter, gradient and both moments, writes parameter and moments, 28 bytes a
+    parameter in fp32. State is `step` (an int of each parameter), `exp_avg` and `exp_avg_sq`: 8 bytes a parameter,
+    or 4 with `fp32_optimizer_states=False` under 16-bit parameters. The step allocates nothing once state exists.
+    Rounding follows torch.optim.Adam and AdamW, operation by operation; denormal values count as zero.
+
+    There is no native object behind an instance, so there is nothing to free. Parameter groups are kept as the
+    caller's own dict objects and read at each step; keys that torch's optimizers add are accepted.
+
+    Args:
+        model_params: parameters or groups of them; contiguous, and on the host when `step` is called.
+        lr: learning rate.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled (AdamW) or added to the gradient (Adam). 0 in both modes unless given.
+        amsgrad: not supported.
+        adamw_mode: AdamW if true, else Adam.
+        fp32_optimizer_states: keep moments in fp32 whatever the parameter's type; else in the parameter's type.
+        adam_w_mode: the same as `adamw_mode`, as FusedAdam spells it.
+
+    Raises:
+        NotImplementedError: amsgrad or maximize.
+        RuntimeError: the op does not compile here.
+        ValueError: a setting out of range.
+
+    Source: signature and state names of DeepSpeed 0.19.8; arithmetic of torch.optim.AdamW.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        *,
+        adam_w_mode: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+        }
+        self.adam_w_mode = adamw_mode if adam_w_mode is None else adam_w_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, defaults)
+        self._op: ModuleType = CPUAdamBuilder().load()
+        self._threads = host_threads()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies and pickles keep: everything but the op, which each process loads for itself."""
+        return {key: value for key, value in self.__dict__.items() if key != "_op"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, or (from torch) groups that another optimizer saved."""
+        super().__setstate__(state)
+        if "_op" not in self.__dict__:
+            self._op = CPUAdamBuilder().load()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checked.
+
+        Args:
+            param_group: `params` and any settings that differ from the defaults.
+        """
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def init_state(self, param: torch.Tensor, allocate: Allocator | None = None) -> None:
+        """Creates the state of one parameter: step 0 and zeroed moments.
+
+        Args:
+            param: a parameter of this optimizer.
+            allocate: makes a moment from its name, numel and dtype; zeroed here. By default torch does.
+        """
+        moment_dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
+        state: dict[str, Any] = {"step": 0}
+        for name in _MOMENTS:
+            if allocate is None:
+                state[name] = torch.zeros(param.shape, dtype=moment_dtype, device="cpu")
+            else:
+                state[name] = allocate(name, param.numel(), moment_dtype).zero_()
+        self.state[param] = state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: a parameter, gradient or moment that is not a contiguous float tensor on the host.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                _check_place(param)
+                if not self.state[param]:
+                    self.init_state(param)
+                state = self.state[param]
+                state["step"] = int(state["step"]) + 1
+                self._update(group, param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        return loss
+
+    def step_slice(
+        self,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        start: int,
+        end: int,
+        grad: torch.Tensor,
+        grad_scale: float,
+        out: torch.Tensor | None,
+        step: int,
+    ) -> None:
+        """Updates elements [start, end) of a flat parameter and its moments; leaves `state["step"]` to the caller.
+
+        Args:
+            group: settings, read now.
+            param: [numel] flat parameter with state.
+            start: first element.
+            end: one past the last element.
+            grad: [end - start] gradient.
+            grad_scale: multiplies the gradient first.
+            out: [end - start] receives the updated elements in its own type, or None.
+            step: number of this step, from 1.
+        """
+        state = self.state[param]
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        self._update(
+            group, param.detach()[start:end], grad, exp_avg[start:end], exp_avg_sq[start:end], step, grad_scale, out
+        )
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        step: int,
+        grad_scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        self._op.adam_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            out,
+            step,
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            self.adam_w_mode,
+            bool(group["bias_correction"]),
+            grad_scale,
+            self._threads,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a saved state, moments in the type they were saved in.
+
+        torch's own loading casts state to the parameter's type: fp32 moments of bf16 parameters would be rounded.
+
+        Args:
+            state_dict: of this class, or of torch.optim.Adam or AdamW.
+        """
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if not saved:
+                continue
+            state = self.state[param]
+            state["step"] = int(saved["step"])
+            for name in _MOMENTS:
+                state[name] = saved[name].detach().to("cpu", copy=True).contiguous()
+
+
+def _check_place(param: torch.Tensor) -> None:
+    if param.device.type != "cpu" or not param.is_contiguous():
+        raise ValueError(
+            f"params: expected contiguous CPU tensors, got shape {tuple(param.shape)} with strides {param.stride()} "
+            f"on {param.device}. Keep parameters on the host and contiguous, or use FusedAdam."
+        )
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    for key in ("amsgrad", "maximize"):
+        if group.get(key):
+            raise NotImplementedError(
+                f"{key}: expected False, got {group[key]}. Leave it out, or use torch.optim.AdamW."
+            )
+    beta1, beta2 = group["betas"]
+    ranges = {
+        "lr": (float(group["lr"]) >= 0, "a number of 0 or more"),
+        "eps": (group["eps"] >= 0, "a number of 0 or more"),
+        "weight_decay": (group["weight_decay"] >= 0, "a number of 0 or more"),
+        "betas": (0 <= beta1 < 1 and 0 <= beta2 < 1, "two numbers from 0 up to but without 1"),
+    }
+    for key, (valid, constraint) in ranges.items():
+        if not valid:
+            raise ValueError(f"{key}: expected {constraint}, got {group[key]}. Correct the optimizer's settings.")

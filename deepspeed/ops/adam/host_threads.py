@@ -1,0 +1,33 @@
+"""How many threads the host kernels use."""
+
+import os
+
+
+def host_threads() -> int:
+    """Returns the number of threads for the host kernels of this process.
+
+    The user's number if there is one: DS_HOST_THREADS, else OMP_NUM_THREADS. torchrun sets OMP_NUM_THREADS=1 for each of
+    several local ranks; that is not the user's word. Without one, the cores that this process may run on, divided by the
+    ranks of this node, at least 1.
+
+    Raises:
+        ValueError: a number that is not 1 or more.
+    """
+    local_ranks = _positive("LOCAL_WORLD_SIZE") or 1
+    chosen = _positive("DS_HOST_THREADS")
+    if chosen is not None:
+        return chosen
+    # OpenMP allows a list, one number a nesting level: ours is the outermost.
+    openmp = _positive("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    if openmp is not None and not (openmp == 1 and local_ranks > 1):
+        return openmp
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _positive(name: str, text: str | None = None) -> int | None:
+    text = (os.environ.get(name, "") if text is None else text).strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}: expected a whole number of 1 or more, got {text!r}. Correct or unset it.")
+    return int(text)
