@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm, Wait
+from deepspeed.runtime.zero.host_buffer import HostBuffer
 from deepspeed.runtime.zero.layout import BucketItem, BucketPlan, ParamSlot
 
 # Receives a bucket's owned items and their reduced mean, flat; `items[i]` starts at
@@ -132,22 +133,32 @@ class BucketPool:
         allocate: makes a host buffer that holds any bucket of the plan.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, allocate: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, allocate: Callable[[], HostBuffer]) -> None:
         self._dtype = dtype
         self._device = device
         self._allocate = allocate
+        self._buffers: list[HostBuffer] = []  # all that were made
         self._free: list[torch.Tensor] = []  # each [largest bucket] dtype, host
 
     def acquire(self, numel: int) -> torch.Tensor:
         """A flat buffer of at least `numel` elements with any content."""
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=self._dtype, device=self._device)
-        return self._free.pop() if self._free else self._allocate()
+        if not self._free:
+            self._buffers.append(self._allocate())
+            self._free.append(self._buffers[-1].tensor)
+        return self._free.pop()
 
     def release(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""
         if self._device.type == "cpu":
             self._free.append(buffer)
+
+    def close(self) -> None:
+        """Return the memory."""
+        self._free.clear()
+        for buffer in self._buffers:
+            buffer.release()
 
 
 class GradReducer:
@@ -178,11 +189,13 @@ class GradReducer:
         overlap: bool,
     ) -> None:
         self.armed = True  # whether arriving gradients are taken; otherwise they accumulate in param.grad
-        self.arrived_count = 0  # gradients taken since `begin_step`
+        self.seen: set[int] = set()  # slot.index of the gradients taken since `begin_step`
+        self.rounds = 0  # rounds ended since `begin_step`; the same on every rank
         self._params = params
         self._comm = comm
         self._sink = sink
         self._depth = 1 if overlap and comm.world > 1 else 0
+        self._pool = pool
         self._buckets = [GradBucket(plan, pool) for plan in plans]
         self._bucket_of = {slot.index: bucket for bucket in self._buckets for slot in bucket.plan.slots}
         self._next = 0  # first bucket of the round that is not launched
@@ -202,20 +215,26 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.reset()
         self._next = 0
+        self.rounds += 1
 
     def begin_step(self) -> None:
-        """Forget the counts of the step that has ended."""
-        self.arrived_count = 0
+        """Forget what the step that has ended has seen."""
+        self.seen.clear()
+        self.rounds = 0
 
-    def leftover_count(self) -> int:
-        """Gradients on this rank that no round has taken yet."""
-        return sum(self._params[index].grad is not None for index in self._bucket_of)
+    def pending_count(self) -> int:
+        """Gradients on this rank that no finished round has brought to their owner yet."""
+        waiting = sum(self._params[index].grad is not None for index in self._bucket_of)
+        return waiting + sum(bucket.arrived_count for bucket in self._buckets)
 
     def close(self) -> None:
-        """Detach from the parameters."""
+        """Detach from the parameters and return the buffers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._pool.close()
 
     def on_grad(self, slot: ParamSlot) -> None:
         """A gradient has been accumulated into its parameter."""
@@ -230,14 +249,14 @@ class GradReducer:
         """Move a parameter's gradient, if there is one, into its bucket."""
         param = self._params[slot.index]
         if param.grad is not None:
-            bucket.mark_ready(slot, param.grad)
+            bucket.mark_ready(slot, param.grad.to_dense() if param.grad.is_sparse else param.grad)
             param.grad = None
+            self.seen.add(slot.index)
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         for slot in bucket.missing:
             self._take(bucket, slot)
-        self.arrived_count += bucket.arrived_count
         bucket.launch(self._comm)
         self._in_flight.append(bucket)
         self._next += 1

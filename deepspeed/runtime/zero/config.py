@@ -8,7 +8,11 @@ from typing import Any
 from pydantic import Field
 
 from deepspeed.runtime.config_base import Count, NonNegativeNumber, PositiveCount, Section
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadOptimizerConfig, OffloadParamConfig
+from deepspeed.runtime.zero.offload_config import (
+    OffloadDeviceEnum,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+)
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 
@@ -113,4 +117,8 @@ class DeepSpeedZeroConfig(CommunicationKeys, BehaviourKeys, Stage3Keys, Stage3Sw
     @property
     def pins_staging(self) -> bool:
         """Whether staging buffers are page-locked: offload is in effect and its ``pin_memory`` is on."""
-        return self.offloads_optimizer and self.offload_optimizer is not None and self.offload_optimizer.pin_memory
+        return (
+            self.offloads_optimizer
+            and self.offload_optimizer is not None
+            and self.offload_optimizer.pin_memory
+        )

@@ -249,10 +249,12 @@ class HostMaster:
         self._optimizer.step_slice(
             self._optimizer.param_groups[index],
             group.param,
-            (target.start, target.end),
+            target.start,
+            target.end,
             group.grads.tensor[target.start : target.end],
             factor,
             target.out,
+            self._optimizer.state[group.param]["step"],
         )
 
     def _step_unfused(self, factor: float) -> None:

@@ -1,0 +1,322 @@
+"""`DeepSpeedEngine`: forward, backward, step; everything else is delegated."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine_setup import (
+    accepts,
+    cast_floats,
+    choose_lr_scheduler,
+    choose_optimizer,
+    data_parallel_comm,
+    make_zero_optimizer,
+    place_model,
+    training_device,
+)
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.version import __version__
+
+logger = logging.getLogger("DeepSpeed")
+
+
+@dataclass
+class Progress:
+    """How far training has come."""
+
+    global_steps: int = 0  # optimizer steps attempted, skipped ones included
+    global_samples: int = 0
+    micro_steps: int = 0  # calls of engine.step()
+    boundary: bool | None = None  # what set_gradient_accumulation_boundary said last; None: the engine counts
+    backward_done: bool = False  # engine.backward() ran since the last engine.step()
+    step_applied: bool = False  # the last call of engine.step() changed the weights
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """Trains a module under DeepSpeed's API: `loss = engine(x); engine.backward(loss); engine.step()`.
+
+    Goal: one object that behaves like the module and decides when a step is due.
+    Pattern: `backward` scales the loss and lets the ZeRO optimizer collect gradients; `step` counts micro-batches,
+    and at an accumulation boundary steps the optimizer and, if the optimizer did step, the schedule.
+    Lifetime: until `destroy`, after which the module is an ordinary one again.
+
+    Args:
+        args: accepted for stock's signature.
+        model: the module; it is moved, cast and broadcast in place.
+        optimizer: a torch optimizer over its parameters, or a callable that makes one.
+        model_parameters: parameters or groups for an optimizer named in the configuration.
+        training_data: a dataset for the built-in loader.
+        lr_scheduler: a schedule, or a callable that makes one from an optimizer.
+        mpu: names the data-parallel group.
+        collate_fn: for the built-in loader.
+        config: the configuration, checked.
+
+    Raises:
+        ValueError: an optimizer or schedule that cannot work here.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        collate_fn: Any = None,
+        *,
+        config: DeepSpeedConfig,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._progress = Progress()
+        self._comm = data_parallel_comm(mpu)
+        self.device = training_device()
+        inner = choose_optimizer(optimizer, model_parameters, model, config)
+        place_model(model, config, self.device, self._comm)
+        self.module = model
+        self.optimizer: DeepSpeedZeroOptimizer | None = None
+        if inner is not None:
+            self.optimizer = make_zero_optimizer(inner, model, config, self.device, self._comm)
+        self.lr_scheduler = choose_lr_scheduler(lr_scheduler, config, self.optimizer)
+        self.training_dataloader = None
+        if training_data is not None:
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+        self._log_start()
+
+    # -- what clients read -------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The configuration mapping as it was passed."""
+        return self._config.raw
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._progress.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks so far."""
+        return self._progress.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self._progress.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.optimizer.skipped_steps if self.optimizer is not None else 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed the weights."""
+        return self._progress.step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients over all ranks, before clipping; None before the first step."""
+        return self.optimizer.grad_norm if self.optimizer is not None else None
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self._config.zero_optimization.stage)
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self._config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self._config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._config.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        """Largest gradient norm; 0 for no clipping."""
+        return self._config.gradient_clipping
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model runs in fp16 with loss scaling."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model runs in bf16."""
+        return self._config.bf16.enabled
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """Every host buffer that the engine owns: name, nbytes, pinned."""
+        return self.optimizer.host_buffers() if self.optimizer is not None else []
+
+    # -- train -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of one micro-batch.
+
+        Args:
+            loss: scalar.
+            retain_graph: as torch's.
+            scale_wrt_gas: divide by the number of accumulation steps; False when the caller has done so.
+
+        Returns:
+            The loss, divided if asked for.
+
+        Raises:
+            RuntimeError: the engine has no optimizer, or the loss depends on no trainable parameter.
+        """
+        optimizer = self._training_optimizer("backward")
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "backward: expected a loss that depends on parameters that require grad, got a detached one: no gradient "
+                "would arrive. Compute it from the engine's output, outside torch.no_grad()."
+            )
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            loss = loss / self.gradient_accumulation_steps()
+        optimizer.begin_backward(self.is_gradient_accumulation_boundary())
+        optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
+        optimizer.end_backward()
+        self._progress.backward_done = True
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at an accumulation boundary, step optimizer and schedule.
+
+        Args:
+            lr_kwargs: passed to the schedule's `step`.
+        """
+        optimizer = self._training_optimizer("step")
+        progress = self._progress
+        boundary = self.is_gradient_accumulation_boundary()
+        if not progress.backward_done:
+            # The gradients come from loss.backward() without the engine.
+            optimizer.begin_backward(boundary)
+            optimizer.end_backward()
+        progress.step_applied = False
+        if boundary:
+            optimizer.step()
+            progress.step_applied = not optimizer.overflow
+            progress.global_steps += 1
+            progress.global_samples += self.train_batch_size()
+            if progress.step_applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._log_progress()
+        progress.micro_steps += 1
+        progress.backward_done = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` steps the optimizer."""
+        if self._progress.boundary is not None:
+            return self._progress.boundary
+        return (self._progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide from now on, instead of the engine's count, whether `step` steps the optimizer."""
+        self._progress.boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing; at stage 2 gradients are reduced all the same, since no rank keeps them whole."""
+        if self.zero_optimization_stage() >= 2:
+            self._warn_once(
+                "no_sync", "no_sync: no effect at zero_optimization.stage 2, whose gradients are reduced every pass."
+            )
+        before, self._progress.boundary = self._progress.boundary, False
+        try:
+            yield
+        finally:
+            self._progress.boundary = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no pass has reduced yet."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+        else:
+            self.module.zero_grad(set_to_none)
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Any:
+        """A data loader over this rank's part of a dataset."""
+        from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            data_parallel_rank=self._comm.rank,
+            data_parallel_world_size=self._comm.world,
+            collate_fn=collate_fn,
+            drop_last=self._config.dataloader_drop_last,
+        )
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
+        """Compile the module in place; parameter names stay as they are."""
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
+
+    def destroy(self) -> None:
+        """Return every byte; the module stays usable as an ordinary one."""
+        if self.optimizer is not None:
+            self.optimizer.destroy()
+            self.optimizer = None
+        self.lr_scheduler = None
+
+    # -- inner -------------------------------------------------------------------------------------------------
+
+    def _training_optimizer(self, call: str) -> DeepSpeedZeroOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{call}: expected an optimizer, got none. Name one in the configuration or pass it to "
+                "deepspeed.initialize; without one the engine only evaluates."
+            )
+        return self.optimizer
+
+    def _log_start(self) -> None:
+        if self._comm.rank:
+            return
+        config, zero = self._config, self._config.zero_optimization
+        logger.info(
+            "DeepSpeed info: version=%s, zero stage=%d, offload=%s, dtype=%s, world=%d, gradient clipping=%g%s",
+            __version__,
+            zero.stage,
+            zero.offloads_optimizer,
+            config.dtype,
+            self._comm.world,
+            config.gradient_clipping,
+            " (the default of 0.19.8; set gradient_clipping to 0 for none)" if config.gradient_clipping_is_default else "",
+        )
+        for notice in config.notices:
+            logger.warning(notice)
+
+    def _log_progress(self) -> None:
+        every = self._config.steps_per_print
+        if self._comm.rank or not every or math.isinf(every) or self.global_steps % int(every):
+            return
+        logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())

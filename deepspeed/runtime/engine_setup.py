@@ -1,0 +1,162 @@
+"""What `DeepSpeedEngine` does once, at construction: place the model, choose optimizer, settings and schedule."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.lr_schedules import build_lr_scheduler
+from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
+from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
+from deepspeed.runtime.zero import collectives
+from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.parts import ZeroSettings
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+logger = logging.getLogger("DeepSpeed")
+
+ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def training_device() -> torch.device:
+    """Where this rank trains."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def data_parallel_comm(mpu: Any) -> Comm:
+    """The data-parallel ranks: all of them, or the group that a model-parallel unit names.
+
+    Raises:
+        NotImplementedError: the unit splits the model over more than one rank.
+    """
+    if mpu is None:
+        return Comm.of(dist.group.WORLD if dist.is_initialized() else None)
+    if mpu.get_model_parallel_world_size() > 1:
+        raise NotImplementedError(
+            f"mpu: expected a model-parallel world of 1, got {mpu.get_model_parallel_world_size()}. "
+            "Tensor and pipeline parallelism are not here; use data parallelism only."
+        )
+    return Comm.of(mpu.get_data_parallel_group())
+
+
+def place_model(module: torch.nn.Module, config: DeepSpeedConfig, device: torch.device, comm: Comm) -> None:
+    """Move a model to the device in the configured dtype, with rank 0's values on every rank.
+
+    One tensor at a time, in place: parameters stay the same objects, so optimizers over them stay valid.
+    """
+    dtype = config.dtype if config.fp16.enabled or config.bf16.enabled else None
+    module.to(device=device, dtype=dtype)
+    for tensor in list(module.parameters()) + list(module.buffers()):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+        collectives.broadcast(tensor.data, 0, comm)
+
+
+def choose_optimizer(
+    client: ClientOptimizer | None,
+    model_parameters: Iterable[Any] | None,
+    module: torch.nn.Module,
+    config: DeepSpeedConfig,
+) -> torch.optim.Optimizer | None:
+    """The client's optimizer, else the one that the configuration names, else None.
+
+    Args:
+        client: optimizer, or a callable that makes one from parameters.
+        model_parameters: parameters or groups for it; by default the trainable ones of the model.
+        module: the model.
+        config: the configuration.
+
+    Raises:
+        ValueError: what was given is no optimizer, or needs whole matrices.
+    """
+    given = list(model_parameters) if model_parameters is not None else []
+    parameters = given or [param for param in module.parameters() if param.requires_grad]
+    offload = config.zero_optimization.offloads_optimizer
+    if client is not None:
+        optimizer = client
+        if not isinstance(client, torch.optim.Optimizer) and callable(client) and not hasattr(client, "step"):
+            optimizer = client(parameters)
+        check_client_optimizer(optimizer, config)
+        return optimizer
+    if config.optimizer is None or not parameters:
+        return None
+    return build_optimizer(config.optimizer.type, config.optimizer.params, parameters, offload)
+
+
+def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings:
+    """The ZeRO optimizer's settings from the configuration."""
+    zero = config.zero_optimization
+    dtypes = config.data_types.grad_accum_dtype
+    return ZeroSettings(
+        stage=int(zero.stage),
+        device=device,
+        offload=zero.offloads_optimizer,
+        pin_memory=zero.pins_staging and device.type == "cuda",
+        reduce_bucket_numel=zero.reduce_bucket_numel,
+        allgather_bucket_numel=zero.allgather_bucket_numel,
+        overlap_comm=zero.overlap_comm is not False,
+        wire_dtype=config.communication_data_type,
+        keep_16bit_grads=config.gradient_accumulation_steps == 1 and dtypes != torch.float32,
+        fp32_accumulation=dtypes == torch.float32,
+        gradient_clipping=config.gradient_clipping,
+        skip_nonfinite=not config.bf16.enabled or config.bf16.check_grad_overflow,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+    )
+
+
+def make_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
+    """The loss scaler that `fp16` asks for; a static 1 otherwise."""
+    return create_loss_scaler(config.fp16 if config.fp16.enabled else None)
+
+
+def make_zero_optimizer(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, config: DeepSpeedConfig, device: torch.device, comm: Comm
+) -> DeepSpeedZeroOptimizer:
+    """Wrap an inner optimizer."""
+    return DeepSpeedZeroOptimizer(
+        optimizer, list(module.named_parameters()), zero_settings(config, device), comm, make_loss_scaler(config)
+    )
+
+
+def choose_lr_scheduler(client: Any, config: DeepSpeedConfig, optimizer: DeepSpeedZeroOptimizer | None) -> Any:
+    """The client's schedule, made if it is callable, else the one that the configuration names, else None.
+
+    Raises:
+        ValueError: a schedule without an optimizer.
+    """
+    scheduler = config.scheduler
+    if optimizer is None:
+        if scheduler is not None and scheduler.type:
+            raise ValueError(
+                f"scheduler.type: expected an optimizer to schedule, got {scheduler.type!r} without one. "
+                "Add an optimizer to the configuration or to deepspeed.initialize, or leave the scheduler out."
+            )
+        return client if not callable(client) else None
+    if client is not None:
+        return client(optimizer.optimizer) if callable(client) else client
+    if scheduler is None:
+        return None
+    return build_lr_scheduler(scheduler.type, scheduler.params, optimizer.optimizer)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in nested containers as `dtype`; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return value
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes a keyword argument."""
+    return name in inspect.signature(function).parameters

@@ -1,0 +1,131 @@
+"""Reading and writing one parameter's master, gradient and optimizer state, wherever its elements are owned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.runtime.precision import LossScalerBase
+from deepspeed.runtime.zero import collectives
+from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.layout import ParamSlot
+from deepspeed.runtime.zero.parts import ZeroParts
+
+
+class _Run(NamedTuple):
+    """A run of a parameter that one shard owns."""
+
+    owner: int
+    param_start: int
+    shard_start: int
+    numel: int
+
+
+class ParamAccess:
+    """Full views of sharded state, for `deepspeed.utils.safe_get_*` and `safe_set_*`.
+
+    Reads are collective: every rank calls them for the same parameter, and each receives the whole. Writes take the
+    whole value on every rank and keep what the rank owns.
+
+    Args:
+        parts: the optimizer's parts.
+        comm: the ranks.
+        optimizer: the inner optimizer, whose state is read and written.
+        loss_scaler: what gradients are multiplied by.
+    """
+
+    def __init__(
+        self, parts: ZeroParts, comm: Comm, optimizer: torch.optim.Optimizer, loss_scaler: LossScalerBase
+    ) -> None:
+        self._parts = parts
+        self._comm = comm
+        self._optimizer = optimizer
+        self._loss_scaler = loss_scaler
+        self._slots = {
+            id(parts.params[slot.index]): slot for layout in parts.groups for slot in layout.slots
+        }
+
+    def get_full_fp32_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The master of a parameter, in its shape, fp32, on its device. Collective."""
+        slot = self._slots[id(param)]
+        return self._gather(param, self._parts.master.masters[slot.group])
+
+    def get_full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """The reduced, unscaled gradient of a parameter, fp32; None between a step and the next backward. Collective."""
+        if not self._parts.reducer.rounds:
+            return None
+        slot = self._slots[id(param)]
+        return self._gather(param, self._parts.master.grads(slot.group)).div_(self._loss_scaler.loss_scale)
+
+    def get_full_optimizer_state(self, param: torch.nn.Parameter, key: str) -> torch.Tensor | None:
+        """A parameter's optimizer state, such as `exp_avg`, fp32; None if there is none of that name. Collective."""
+        slot = self._slots[id(param)]
+        shard_state = self._state(slot).get(key)
+        return self._gather(param, shard_state) if isinstance(shard_state, torch.Tensor) else None
+
+    def set_full_fp32_param(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Overwrite the master, and the low-precision weight with it."""
+        slot = self._slots[id(param)]
+        self._scatter(param, value, self._parts.master.masters[slot.group])
+        param.data.copy_(value.view_as(param))
+
+    def set_full_grad(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Overwrite the reduced gradient; `value` is unscaled."""
+        slot = self._slots[id(param)]
+        flat = value.detach().reshape(-1)
+        for run in self._runs(slot):
+            if run.owner == self._parts.shard:
+                piece = flat[run.param_start : run.param_start + run.numel] * self._loss_scaler.loss_scale
+                self._parts.master.set_grads(slot.group, run.shard_start, piece)
+
+    def set_full_optimizer_state(self, param: torch.nn.Parameter, value: torch.Tensor, key: str) -> None:
+        """Overwrite a parameter's optimizer state.
+
+        Raises:
+            KeyError: the optimizer keeps no state of that name.
+        """
+        slot = self._slots[id(param)]
+        state = self._state(slot)
+        if key not in state:
+            raise KeyError(f"optim_state_key: expected one of {sorted(state)}, got {key!r}. Take a step first?")
+        self._scatter(param, value, state[key])
+
+    def refresh_masters(self) -> None:
+        """Set every master from the parameters' present values."""
+        for layout, master in zip(self._parts.groups, self._parts.master.masters, strict=True):
+            for segment in layout.segments(*layout.shard_bounds(self._parts.shard)):
+                flat = self._parts.params[segment.slot.index].data.view(-1)
+                source = flat[segment.param_start : segment.param_start + segment.numel]
+                master[segment.offset : segment.offset + segment.numel].copy_(source)
+
+    def _state(self, slot: ParamSlot) -> dict[str, object]:
+        return self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
+
+    def _runs(self, slot: ParamSlot) -> Iterator[_Run]:
+        layout = self._parts.groups[slot.group]
+        for owner in range(layout.shards):
+            low, high = layout.shard_bounds(owner)
+            start, end = max(slot.start, low), min(slot.end, high)
+            if start < end:
+                yield _Run(owner, start - slot.start, start - low, end - start)
+
+    def _gather(self, param: torch.nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
+        slot = self._slots[id(param)]
+        full = torch.empty(slot.numel, dtype=torch.float32, device=param.device)
+        for run in self._runs(slot):
+            place = full[run.param_start : run.param_start + run.numel]
+            if run.owner == self._parts.shard:
+                place.copy_(shard[run.shard_start : run.shard_start + run.numel])
+            if self._parts.groups[slot.group].shards > 1:
+                collectives.broadcast(place, run.owner, self._comm)
+        return full.view_as(param)
+
+    def _scatter(self, param: torch.nn.Parameter, value: torch.Tensor, shard: torch.Tensor) -> None:
+        slot = self._slots[id(param)]
+        flat = value.detach().reshape(-1)
+        for run in self._runs(slot):
+            if run.owner == self._parts.shard:
+                place = shard[run.shard_start : run.shard_start + run.numel]
+                place.copy_(flat[run.param_start : run.param_start + run.numel])

@@ -1,0 +1,215 @@
+"""What a ZeRO optimizer is composed of, and the one place that decides which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam.host_threads import host_threads
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.zero.buckets import BucketPool, GradReducer
+from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.device_master import DeviceMaster
+from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
+from deepspeed.runtime.zero.layout import BucketItem, BucketPlan, GroupLayout, plan_buckets, plan_groups
+from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
+from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
+
+# Elements of one tile of the step; 8 Mi was fastest on the H200 host (shared design notes, section 6).
+TILE_NUMEL = 1 << 23
+# A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not count on.
+_MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Everything that the ZeRO optimizer needs to know from the configuration.
+
+    Args:
+        stage: 0, 1 or 2.
+        device: where the parameters are.
+        offload: keep the shard in host memory.
+        pin_memory: page-lock the staging ring.
+        reduce_bucket_numel: most elements of a gradient bucket.
+        allgather_bucket_numel: most elements gathered at once, over all ranks.
+        overlap_comm: reduce one bucket while the next fills.
+        wire_dtype: element type of gradients on the wire; None: the parameters'.
+        keep_16bit_grads: a host gradient that arrives once a step stays as it arrived.
+        fp32_accumulation: micro-batches are added in fp32, never in the parameters' type.
+        gradient_clipping: largest norm; 0 for none.
+        skip_nonfinite: a step with a gradient that is not finite is skipped.
+        ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
+        tile_numel: elements of one tile of the step.
+    """
+
+    stage: int
+    device: torch.device
+    offload: bool = False
+    pin_memory: bool = False
+    reduce_bucket_numel: int = 1 << 26
+    allgather_bucket_numel: int = 1 << 26
+    overlap_comm: bool = True
+    wire_dtype: torch.dtype | None = None
+    keep_16bit_grads: bool = False
+    fp32_accumulation: bool = False
+    gradient_clipping: float = 0.0
+    skip_nonfinite: bool = True
+    ignore_unused_parameters: bool = True
+    tile_numel: int = TILE_NUMEL
+
+    def reduces_every_pass(self, world: int) -> bool:
+        """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
+        return self.stage >= 2 or world == 1 or self.fp32_accumulation
+
+
+class Master(Protocol):
+    """The four verbs of a master shard, and what goes with them. See `HostMaster`."""
+
+    @property
+    def masters(self) -> list[torch.Tensor]: ...
+
+    def grads(self, group: int) -> torch.Tensor: ...
+
+    def load_grads(self, items: Sequence[BucketItem], flat: torch.Tensor) -> None: ...
+
+    def sum_of_squares(self) -> float: ...
+
+    def set_grads(self, group: int, start: int, value: torch.Tensor) -> None: ...
+
+    def scale_grads(self, factor: float) -> None: ...
+
+    def step(self, factor: float, publisher: Publisher) -> None: ...
+
+    def publish(self, publisher: Publisher) -> None: ...
+
+    def clear_grads(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ZeroParts:
+    """The parts, connected.
+
+    Args:
+        params: parameters by `slot.index`, in model order.
+        names: their names, by `slot.index`.
+        groups: layouts of the parameter groups.
+        shard: this rank's shard.
+        ledger: counts host buffers.
+        master: the shard.
+        publisher: brings weights to the parameters.
+        reducer: brings gradients to their owners.
+        wire_dtype: element type of gradients on the wire.
+        closers: what else holds memory or a thread.
+    """
+
+    params: Mapping[int, torch.nn.Parameter]
+    names: Mapping[int, str]
+    groups: Sequence[GroupLayout]
+    shard: int
+    ledger: Ledger
+    master: Master
+    publisher: Publisher
+    reducer: GradReducer
+    wire_dtype: torch.dtype
+    closers: Sequence[Any]
+
+    def close(self) -> None:
+        """Detach from the parameters and return all memory."""
+        self.reducer.close()
+        self.master.close()
+        for part in self.closers:
+            part.close()
+
+
+def build_parts(
+    optimizer: torch.optim.Optimizer,
+    model_params: Sequence[tuple[str, torch.nn.Parameter]],
+    settings: ZeroSettings,
+    comm: Comm,
+) -> ZeroParts:
+    """Lay out, allocate and connect.
+
+    Args:
+        optimizer: the inner optimizer, over the model's parameters.
+        model_params: the model's `(name, parameter)` pairs in model order.
+        settings: how to shard, reduce and keep.
+        comm: the data-parallel ranks.
+    """
+    members = _members(optimizer, model_params)
+    params = {index: param for group in members for index, param in group}
+    names = {index: model_params[index][0] if index < len(model_params) else f"param[{index}]" for index in params}
+    shards = comm.world if settings.stage > 0 else 1
+    groups = plan_groups([[(index, param.numel()) for index, param in group] for group in members], shards)
+    shard = comm.rank if shards > 1 else 0
+    wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
+    ledger = Ledger()
+    tile_numel = max(1, min(settings.tile_numel, settings.allgather_bucket_numel // shards))
+    publisher: Publisher = ParamPublisher(groups, params, comm, tile_numel)
+    closers: list[Any] = []
+    master: Master
+    if settings.offload:
+        downloader = None
+        if settings.device.type == "cuda":
+            dtypes = [params_dtype(layout, params) for layout in groups]
+            widest = max((dtype.itemsize for dtype in dtypes), default=2)
+            ring = StagingRing(tile_numel * widest, settings.pin_memory, ledger)
+            publisher = UploadPublisher(publisher, dtypes, ring, settings.device)
+            downloader = Downloader(ring, settings.device)
+            closers = [publisher, ring]
+        host = HostSettings(_grad_dtype(optimizer, settings, wire_dtype), host_threads(), ledger)
+        op = CPUAdamBuilder().load()
+        master = HostMaster(groups, shard, params, optimizer, host, op, downloader)
+    else:
+        master = DeviceMaster(groups, shard, params, optimizer, settings.device)
+    reducer = _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master)
+    return ZeroParts(params, names, groups, shard, ledger, master, publisher, reducer, wire_dtype, closers)
+
+
+def _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master) -> GradReducer:
+    most = _MOST_BUCKET_NUMEL.get(settings.device.type, 1 << 26)
+    plans = plan_buckets(groups, min(settings.reduce_bucket_numel, most)) if params else []
+    largest_numel = max((plan.numel for plan in plans), default=0)
+    pool = BucketPool(wire_dtype, settings.device, partial(_host_bucket, largest_numel, wire_dtype, ledger))
+    return GradReducer(plans, params, comm, master.load_grads, pool, settings.overlap_comm)
+
+
+def _host_bucket(numel: int, dtype: torch.dtype, ledger: Ledger) -> HostBuffer:
+    """A bucket in host memory; pages become resident as buckets use them."""
+    return HostBuffer("bucket", numel, dtype, ledger)
+
+
+def _members(
+    optimizer: torch.optim.Optimizer, model_params: Sequence[tuple[str, torch.nn.Parameter]]
+) -> list[list[tuple[int, torch.nn.Parameter]]]:
+    """For each group its `(model index, parameter)` pairs; frozen and empty parameters are left out."""
+    index_of = {id(param): index for index, (_, param) in enumerate(model_params)}
+    members = []
+    for group in optimizer.param_groups:
+        members.append([])
+        for param in group["params"]:
+            index = index_of.setdefault(id(param), len(index_of))
+            if param.requires_grad and param.numel():
+                if not param.is_contiguous():
+                    param.data = param.data.contiguous()
+                members[-1].append((index, param))
+    return members
+
+
+def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
+    """The parameters' dtype, or fp32 when they differ."""
+    dtypes = {param.dtype for param in params}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _grad_dtype(optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype) -> torch.dtype:
+    """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
+    keeps = settings.keep_16bit_grads and isinstance(optimizer, DeepSpeedCPUAdam) and wire_dtype.itemsize == 2
+    return wire_dtype if keeps else torch.float32
