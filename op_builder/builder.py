@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from . import jit
 
 if TYPE_CHECKING:
-    from torch.utils.cpp_extension import CppExtension
+    from setuptools import Extension
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -62,7 +62,7 @@ class OpBuilder:
             return False
         return True
 
-    def builder(self) -> CppExtension:
+    def builder(self) -> Extension:
         """Returns the extension for setup.py, which must run in the folder that holds csrc/.
 
         Use it with `cmdclass={"build_ext": torch.utils.cpp_extension.BuildExtension}`.

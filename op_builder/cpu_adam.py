@@ -6,8 +6,8 @@ from .builder import OpBuilder
 class CPUAdamBuilder(OpBuilder):
     """The fused host kernels: Adam step, gradient accumulation, sum of squares.
 
-    Needs a C++17 compiler and ninja; never CUDA. One binary holds every vector level of the architecture and picks
-    one when loaded, so a cache or a wheel may be shared by nodes with different processors.
+    Needs a C++17 compiler and ninja; never CUDA. One binary holds every vector level of the architecture and
+    picks one when loaded, so a cache or a wheel may be shared by nodes with different processors.
     """
 
     NAME = "cpu_adam"
@@ -25,8 +25,8 @@ class CPUAdamBuilder(OpBuilder):
     def cxx_args(self) -> list[str]:
         """Returns compiler flags.
 
-        No fast-math and no contraction: every vector level computes the same bits. No processor flags: each kernel
-        file switches its own instruction set on. gcc 12 warns falsely about its own AVX-512 header.
+        No fast-math and no contraction: every vector level computes the same bits. No processor flags: each
+        kernel file switches its own instruction set on. gcc 12 warns falsely about its own AVX-512 header.
         """
         return [
             "-O3",

@@ -1,9 +1,9 @@
 """Compiling an op at first use, once for all processes that share a cache.
 
-A finished build is a folder `<name>_<key>` in the cache, put there by one rename: it is whole or absent. The key covers
-everything the binary depends on, so a cache may be shared by environments and machines. Builders take a file lock that
-the system drops with its holder: a killed build leaves nothing to wait for. Where a file system has no locks,
-builders work side by side, and the first rename wins.
+A finished build is a folder `<name>_<key>` in the cache, put there by one rename: it is whole or absent. The
+key covers everything the binary depends on, so a cache may be shared by environments and machines. Builders
+take a file lock that the system drops with its holder: a killed build leaves nothing to wait for. Where a
+file system has no locks, builders work side by side, and the first rename wins.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def find_compiler() -> str:
 
 
 def cache_root() -> Path:
-    """Returns the folder of finished builds: TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache."""
+    """Returns where finished builds go: TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
@@ -97,7 +97,9 @@ def cache_key(recipe: Recipe, compiler: str) -> str:
 
     digest = hashlib.sha256()
     folders = {Path(source).parent for source in recipe.sources}
-    for path in sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".cpp", ".h")):
+    for path in sorted(
+        path for folder in folders for path in folder.iterdir() if path.suffix in (".cpp", ".h")
+    ):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     facts = (
         recipe.cxx_args,
@@ -116,7 +118,7 @@ def _compiler_identity(compiler: str) -> str:
         result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError as error:
         raise RuntimeError(
-            f"CXX: expected a C++17 compiler, got {compiler} ({error}). Install g++, or set CXX to a compiler."
+            f"CXX: expected a C++17 compiler, got {compiler} ({error}). Install g++, or set CXX to one."
         ) from None
     return compiler + "\n" + result.stdout
 
@@ -173,12 +175,14 @@ def _compile(recipe: Recipe, name: str, work: Path, compiler: str, verbose: bool
         from torch.utils import cpp_extension
     except ImportError as error:
         raise RuntimeError(
-            f"{recipe.name}: expected setuptools, which torch needs for compiling, got: {error}. pip install setuptools."
+            f"{recipe.name}: expected setuptools, which torch compiles with, got: {error}. "
+            "Run pip install setuptools."
         ) from None
     with _build_environment(compiler):
         if shutil.which("ninja") is None:
             raise RuntimeError(
-                f"{recipe.name}: expected the build tool ninja, found none. pip install ninja (no root rights needed)."
+                f"{recipe.name}: expected the build tool ninja, got none. "
+                "Run pip install ninja (it needs no root rights)."
             )
         try:
             cpp_extension.load(

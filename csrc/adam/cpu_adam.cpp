@@ -1,14 +1,15 @@
 // Python binding of the host kernels: checks arguments by name, rounds constants, calls without the GIL.
-// pybind.h and Tensor.h instead of torch/extension.h: a third of the compile time and of the compiler's memory.
+// pybind.h and Tensor.h instead of torch/extension.h: a third of the compile time and of the compiler's
+// memory.
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
-
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "dispatch.h"
 
@@ -21,8 +22,9 @@ const host_ops::KernelTable& kernels() {
     static const host_ops::KernelTable* const table = [] {
         const char* limit = std::getenv("DS_SIMD_LEVEL");
         const auto* selected = host_ops::select_kernels(limit == nullptr ? "" : limit);
-        TORCH_CHECK_VALUE(selected != nullptr, "DS_SIMD_LEVEL: expected a level that this processor has, got '",
-                          limit, "'. Unset it, or set one of scalar, avx2, avx512, neon.");
+        TORCH_CHECK_VALUE(selected != nullptr,
+                          "DS_SIMD_LEVEL: expected a level that this processor has, got '", limit,
+                          "'. Unset it, or set one of scalar, avx2, avx512, neon.");
         return selected;
     }();
     return *table;
@@ -47,8 +49,9 @@ Stream stream(const char* name, const at::Tensor& tensor, int64_t numel) {
                       ": expected a dense CPU tensor, got ",
                       tensor.defined() ? tensor.device().str() + " " + c10::str(tensor.layout()) : "none",
                       ". Keep the optimizer's tensors on the host.");
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got sizes ", tensor.sizes(),
-                      " with strides ", tensor.strides(), ". Call .contiguous() and keep the result.");
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got sizes ",
+                      tensor.sizes(), " with strides ", tensor.strides(),
+                      ". Call .contiguous() and keep the result.");
     TORCH_CHECK_VALUE(tensor.numel() == numel, name, ": expected ", numel, " elements, got ", tensor.numel(),
                       ". Give tensors of one size.");
     return {tensor.data_ptr(), stream_dtype(name, tensor)};
@@ -84,7 +87,8 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
                double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
                bool bias_correction, double grad_scale, int num_threads) {
-    auto args = adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
+    auto args =
+        adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
     const int64_t numel = master.numel();
     args.master = stream("master", master, numel);
     args.grad = stream("grad", grad, numel);
@@ -113,14 +117,15 @@ void roof(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& ex
 double accumulate(const at::Tensor& dst, const at::Tensor& src, bool add, int num_threads) {
     const int64_t numel = dst.numel();
     const auto mode = add ? host_ops::AccumulateMode::kAdd : host_ops::AccumulateMode::kStore;
-    return host_ops::run_accumulate(kernels(), {stream("dst", dst, numel), stream("src", src, numel), mode}, numel,
-                                    num_threads);
+    return host_ops::run_accumulate(kernels(), {stream("dst", dst, numel), stream("src", src, numel), mode},
+                                    numel, num_threads);
 }
 
 double sum_of_squares(const at::Tensor& src, int num_threads) {
     const int64_t numel = src.numel();
     const Stream s = stream("src", src, numel);
-    return host_ops::run_accumulate(kernels(), {s, s, host_ops::AccumulateMode::kReadOnly}, numel, num_threads);
+    return host_ops::run_accumulate(kernels(), {s, s, host_ops::AccumulateMode::kReadOnly}, numel,
+                                    num_threads);
 }
 
 // Stock's interface keeps a mode under an id between calls; everything else comes with each call.
@@ -199,15 +204,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using py::arg;
     using NoGil = py::call_guard<py::gil_scoped_release>;
     py::register_local_exception_translator(translate);
-    m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.", arg("master"),
-          arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"), arg("beta1"),
-          arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"), arg("bias_correction"),
-          arg("grad_scale"), arg("num_threads"));
-    m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"), arg("grad"),
-          arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
+    m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.",
+          arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"),
+          arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
+          arg("bias_correction"), arg("grad_scale"), arg("num_threads"));
+    m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"),
+          arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
     m.def("accumulate", accumulate, NoGil(), "dst = src or dst += src; returns the sum of squares of dst.",
           arg("dst"), arg("src"), arg("add"), arg("num_threads"));
-    m.def("sum_of_squares", sum_of_squares, NoGil(), "Sum of squares in double.", arg("src"), arg("num_threads"));
+    m.def("sum_of_squares", sum_of_squares, NoGil(), "Sum of squares in double.", arg("src"),
+          arg("num_threads"));
     m.def("simd_level", [] { return std::string(kernels().name); }, "Name of the vector level in use.");
     m.def("create_adam", create_adam, NoGil(), "Stock's entry: remembers the mode under an id.",
           arg("optimizer_id"), arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"),

@@ -1,9 +1,9 @@
 #include "dispatch.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
-
-#include <omp.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -59,8 +59,8 @@ bool supported(const KernelTable* kernels) {
         return false;
     }
 #if defined(__x86_64__)
-    // The builtin also asks the operating system whether it saves the wide registers. F16C is not among the names
-    // that older compilers know.
+    // The builtin also asks the operating system whether it saves the wide registers. F16C is not among the
+    // names that older compilers know.
     if (std::strncmp(kernels->name, "avx", 3) == 0) {
         unsigned int a = 0, b = 0, c = 0, d = 0;
         const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
@@ -82,9 +82,9 @@ int thread_count(int64_t numel, int threads) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// OpenMP with num_threads, not at::parallel_for: the number of threads is an argument of the call there, and here
-// torch's own setting is left alone. It is one runtime and one pool all the same: torch loads its libgomp
-// globally, so this library's calls bind to it whichever libgomp the linker named.
+// OpenMP with num_threads, not at::parallel_for: the number of threads is an argument of the call there, and
+// here torch's own setting is left alone. It is one runtime and one pool all the same: torch loads its
+// libgomp globally, so this library's calls bind to it whichever libgomp the linker named.
 template <class Body>
 void parallel_ranges(int64_t numel, int64_t align_numel, int threads, const Body& body) {
 #pragma omp parallel num_threads(threads)
@@ -125,7 +125,8 @@ void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, i
 
 double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads) {
     // Chunks follow from numel alone, and are added up in order: threads only choose who computes which.
-    const int64_t chunk_numel = ceil_div(std::max(ceil_div(numel, kMaxChunks), kMinChunkNumel), kSumLanes) * kSumLanes;
+    const int64_t chunk_numel =
+        ceil_div(std::max(ceil_div(numel, kMaxChunks), kMinChunkNumel), kSumLanes) * kSumLanes;
     double partial[kMaxChunks];
     parallel_ranges(numel, chunk_numel, thread_count(numel, threads), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i += chunk_numel) {

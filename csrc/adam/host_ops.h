@@ -19,14 +19,14 @@ struct AdamArgs {
     Stream grad;
     Stream exp_avg;
     Stream exp_avg_sq;
-    Stream out;               // data == nullptr: no output
-    float grad_scale;         // gradient is multiplied by this first
-    float decay;              // decoupled decay: 1 - lr * weight_decay; else 1
-    float l2;                 // L2 decay added to the gradient; else 0
+    Stream out;        // data == nullptr: no output
+    float grad_scale;  // gradient is multiplied by this first
+    float decay;       // decoupled decay: 1 - lr * weight_decay; else 1
+    float l2;          // L2 decay added to the gradient; else 0
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    float neg_step_size;      // -lr / bias_correction1
+    float neg_step_size;  // -lr / bias_correction1
     float bias_correction2_sqrt;
     float eps;
 };

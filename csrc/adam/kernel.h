@@ -1,5 +1,5 @@
-// The formulas, once, over a vector wrapper V. Included by one source file a vector level, after the pragma that
-// switches the instruction set on; the unnamed namespace keeps the copies apart.
+// The formulas, once, over a vector wrapper V. Included by one source file a vector level, after the pragma
+// that switches the instruction set on; the unnamed namespace keeps the copies apart.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ using host_ops::Stream;
 // Elements between a load and the prefetch for its successor: 1 KiB of fp32, far enough for DRAM latency.
 constexpr int64_t kPrefetchNumel = 256;
 
-// The element type is looked up for each vector: the branch never changes within a call, so it is predicted, and
-// one copy of the formula serves all type combinations where 108 would have to be compiled.
+// The element type is looked up for each vector: the branch never changes within a call, so it is predicted,
+// and one copy of the formula serves all type combinations where 108 would have to be compiled.
 template <class V>
 inline typename V::F load(const Stream& s, int64_t i) {
     switch (s.dtype) {
@@ -97,7 +97,8 @@ void adam(const AdamArgs& args, int64_t begin, int64_t end) {
     }
 }
 
-// The memory traffic of `adam`, with one addition a stream so that no compiler drops a load or a store: the roof of the benchmark.
+// The memory traffic of `adam`, with one addition a stream so that no compiler drops a load or a store: the
+// roof of the benchmark.
 template <class V>
 void roof(const AdamArgs& args, int64_t begin, int64_t end) {
     const AdamArgs a = args;

@@ -3,11 +3,12 @@
 
 #if defined(__x86_64__)
 
-// Shared headers come before the pragma: an inline function of theirs, compiled here, may serve the whole program.
+// Shared headers come before the pragma: an inline function of theirs, compiled here, may serve the whole
+// program.
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
-
-#include <immintrin.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

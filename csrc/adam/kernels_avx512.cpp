@@ -3,14 +3,16 @@
 
 #if defined(__x86_64__)
 
-// Shared headers come before the pragma: an inline function of theirs, compiled here, may serve the whole program.
+// Shared headers come before the pragma: an inline function of theirs, compiled here, may serve the whole
+// program.
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
-#include <immintrin.h>
-
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #endif

@@ -1,9 +1,9 @@
 // Vector wrapper: AVX2 + FMA + F16C, 8 floats.
 #pragma once
 
-#include <cstdint>
-
 #include <immintrin.h>
+
+#include <cstdint>
 
 namespace {
 

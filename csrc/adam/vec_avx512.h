@@ -1,9 +1,9 @@
 // Vector wrapper: AVX-512 F + BW + DQ + VL, 16 floats.
 #pragma once
 
-#include <cstdint>
-
 #include <immintrin.h>
+
+#include <cstdint>
 
 namespace {
 

@@ -1,9 +1,9 @@
 // Vector wrapper: AArch64 NEON, 4 floats.
 #pragma once
 
-#include <cstdint>
-
 #include <arm_neon.h>
+
+#include <cstdint>
 
 namespace {
 

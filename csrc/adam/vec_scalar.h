@@ -1,5 +1,6 @@
 // Vector wrapper of width 1: the tail of every level, and the whole of the scalar level.
-// Everything is in an unnamed namespace because each level compiles its own copy with its own instruction set.
+// Everything is in an unnamed namespace because each level compiles its own copy with its own instruction
+// set.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,8 @@ inline float bits_float(uint32_t bits) {
     return x;
 }
 
-// Round to nearest even by integers: unlike hardware bf16 conversion this keeps denormals. A NaN stays one, quiet.
+// Round to nearest even by integers: unlike hardware bf16 conversion this keeps denormals. A NaN stays one,
+// quiet.
 inline uint16_t narrow_bf16(float x) {
     const uint32_t bits = float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {

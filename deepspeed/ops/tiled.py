@@ -15,8 +15,8 @@ _TILE_NUMEL = 1 << 20
 class TiledOptimizer(torch.optim.Optimizer, ABC):
     """Walks each parameter in tiles and updates them in fp32; the formula is the subclass's `update_tile`.
 
-    State is `step` (an int of each parameter) and one moment, fp32 or of the parameter's type. Temporaries are bounded by a
-    tile: the host pays nothing beyond the state.
+    State is `step` (an int of each parameter) and one moment, fp32 or of the parameter's type. Temporaries
+    are bounded by a tile: the host pays nothing beyond the state.
     """
 
     moment_name: str
@@ -62,7 +62,7 @@ class TiledOptimizer(torch.optim.Optimizer, ABC):
         for name, tensor in (("params", param), ("grads", grad)):
             if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{name}: expected contiguous CPU tensors, got shape {tuple(tensor.shape)} on {tensor.device}. "
+                    f"{name}: expected contiguous CPU tensors, got {tuple(tensor.shape)} on {tensor.device}. "
                     "Call .contiguous(), and keep the optimizer's tensors on the host."
                 )
         state = self.state[param]

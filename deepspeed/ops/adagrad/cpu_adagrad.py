@@ -11,7 +11,7 @@ from ..tiled import TiledOptimizer
 
 
 class DeepSpeedCPUAdagrad(TiledOptimizer):
-    """Adagrad on host tensors: fp32, bf16 or fp16 parameters. State is `step` and `exp_avg_sq`, the sum of squares.
+    """Adagrad on host tensors: fp32, bf16 or fp16. State is `step` and `exp_avg_sq`, the sum of squares.
 
     Args:
         model_params: parameters or groups of them.
@@ -42,9 +42,13 @@ class DeepSpeedCPUAdagrad(TiledOptimizer):
         adamw_mode: bool | None = None,
     ) -> None:
         if amsgrad:
-            raise NotImplementedError("amsgrad: expected False, got True. Adagrad has no such form: leave it out.")
+            raise NotImplementedError(
+                "amsgrad: expected False, got True. Adagrad has no such form: leave it out."
+            )
         self.fp32_optimizer_states = fp32_optimizer_states
-        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad})
+        super().__init__(
+            model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        )
 
     def update_tile(
         self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, moment: torch.Tensor

@@ -20,25 +20,22 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
     """Adam or AdamW on host tensors: fp32, bf16 or fp16 parameters, gradients of any of these types.
 
-    One pass over memory a step: reads parameter, gradient and both moments, writes parameter and moments, 28 bytes a
-    parameter in fp32. State is `step` (an int of each parameter), `exp_avg` and `exp_avg_sq`: 8 bytes a parameter,
-    or 4 with `fp32_optimizer_states=False` under 16-bit parameters. The step allocates nothing once state exists.
-    Rounding follows torch.optim.Adam and AdamW, operation by operation; denormal values count as zero.
+    One pass over memory a step: reads parameter, gradient and both moments, writes parameter and moments, 28
+    bytes a parameter in fp32. State is `step` (an int of each parameter), `exp_avg` and `exp_avg_sq`: 8 bytes
+    a parameter, or 4 with `fp32_optimizer_states=False` under 16-bit parameters. The step allocates nothing
+    once state exists. Rounding follows torch.optim.Adam and AdamW, operation by operation; denormal values
+    count as zero.
 
-    There is no native object behind an instance, so there is nothing to free. Parameter groups are kept as the
-    caller's own dict objects and read at each step; keys that torch's optimizers add are accepted.
+    There is no native object behind an instance, so there is nothing to free. Parameter groups are kept as
+    the caller's own dict objects and read at each step; keys that torch's optimizers add are accepted.
 
     Args:
-        model_params: parameters or groups of them; contiguous, and on the host when `step` is called.
-        lr: learning rate.
-        bias_correction: correct the moments for their start at zero.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (AdamW) or added to the gradient (Adam). 0 in both modes unless given.
-        amsgrad: not supported.
-        adamw_mode: AdamW if true, else Adam.
-        fp32_optimizer_states: keep moments in fp32 whatever the parameter's type; else in the parameter's type.
-        adam_w_mode: the same as `adamw_mode`, as FusedAdam spells it.
+        model_params: parameters or groups of them; contiguous, and on the host when `step` is called. lr:
+        learning rate. bias_correction: correct the moments for their start at zero. betas: decay rates of the
+        two moments. eps: added to the root of the second moment. weight_decay: decoupled (AdamW) or added to
+        the gradient (Adam). 0 in both modes unless given. amsgrad: not supported. adamw_mode: AdamW if true,
+        else Adam. fp32_optimizer_states: keep moments in fp32 whatever the parameter's type; else in the
+        parameter's type. adam_w_mode: the same as `adamw_mode`, as FusedAdam spells it.
 
     Raises:
         NotImplementedError: amsgrad or maximize.
@@ -77,7 +74,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         self._threads = host_threads()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies and pickles keep: everything but the op, which each process loads for itself."""
+        """Returns what copies and pickles keep: all but the op, which each process loads for itself."""
         return {key: value for key, value in self.__dict__.items() if key != "_op"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +151,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         out: torch.Tensor | None,
         step: int,
     ) -> None:
-        """Updates elements [start, end) of a flat parameter and its moments; leaves `state["step"]` to the caller.
+        """Updates elements [start, end) of a flat parameter and its moments; the caller counts steps.
 
         Args:
             group: settings, read now.
@@ -169,7 +166,14 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         state = self.state[param]
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         self._update(
-            group, param.detach()[start:end], grad, exp_avg[start:end], exp_avg_sq[start:end], step, grad_scale, out
+            group,
+            param.detach()[start:end],
+            grad,
+            exp_avg[start:end],
+            exp_avg_sq[start:end],
+            step,
+            grad_scale,
+            out,
         )
 
     def _update(
@@ -205,7 +209,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a saved state, moments in the type they were saved in.
 
-        torch's own loading casts state to the parameter's type: fp32 moments of bf16 parameters would be rounded.
+        torch's own loading casts state to the parameter's type: fp32 moments of bf16 parameters would be
+        rounded.
 
         Args:
             state_dict: of this class, or of torch.optim.Adam or AdamW.
@@ -226,8 +231,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 def _check_place(param: torch.Tensor) -> None:
     if param.device.type != "cpu" or not param.is_contiguous():
         raise ValueError(
-            f"params: expected contiguous CPU tensors, got shape {tuple(param.shape)} with strides {param.stride()} "
-            f"on {param.device}. Keep parameters on the host and contiguous, or use FusedAdam."
+            f"params: expected contiguous CPU tensors, got shape {tuple(param.shape)} with strides "
+            f"{param.stride()} on {param.device}. Keep them contiguous on the host, or use FusedAdam."
         )
 
 
@@ -246,4 +251,6 @@ def _check_settings(group: dict[str, Any]) -> None:
     }
     for key, (valid, constraint) in ranges.items():
         if not valid:
-            raise ValueError(f"{key}: expected {constraint}, got {group[key]}. Correct the optimizer's settings.")
+            raise ValueError(
+                f"{key}: expected {constraint}, got {group[key]}. Correct the optimizer's settings."
+            )

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 # torch 2.7 made AdamW a flag of Adam; in 2.6 they are two classes over the same state.
-_ADAM_HAS_DECOUPLED_DECAY = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam.__init__).parameters
+_ADAM_HAS_DECOUPLED_DECAY = (
+    "decoupled_weight_decay" in inspect.signature(torch.optim.Adam.__init__).parameters
+)
 
 
 class FusedAdam(torch.optim.Adam):
@@ -49,13 +51,20 @@ class FusedAdam(torch.optim.Adam):
     ) -> None:
         if not bias_correction:
             raise NotImplementedError(
-                "bias_correction: expected True, got False. torch's fused kernel always corrects: leave it out."
+                "bias_correction: expected True, got False. torch's kernel always corrects: leave it out."
             )
         self.adam_w_mode = adam_w_mode if adamw_mode is None else adamw_mode
         self.set_grad_none = set_grad_none
         flag = {"decoupled_weight_decay": self.adam_w_mode} if _ADAM_HAS_DECOUPLED_DECAY else {}
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True, **flag
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=True,
+            **flag,
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,9 +6,9 @@ import os
 def host_threads() -> int:
     """Returns the number of threads for the host kernels of this process.
 
-    The user's number if there is one: DS_HOST_THREADS, else OMP_NUM_THREADS. torchrun sets OMP_NUM_THREADS=1 for each of
-    several local ranks; that is not the user's word. Without one, the cores that this process may run on, divided by the
-    ranks of this node, at least 1.
+    The user's number if there is one: DS_HOST_THREADS, else OMP_NUM_THREADS. torchrun sets OMP_NUM_THREADS=1
+    for each of several local ranks; that is not the user's word. Without one, the cores that this process may
+    run on, divided by the ranks of this node, at least 1.
 
     Raises:
         ValueError: a number that is not 1 or more.
