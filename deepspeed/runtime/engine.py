@@ -6,19 +6,18 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_setup import (
-    accepts,
     cast_floats,
     choose_lr_scheduler,
     choose_optimizer,
     data_parallel_comm,
+    float_tensors,
     make_zero_optimizer,
     place_model,
     training_device,
@@ -38,6 +37,8 @@ class Progress:
     micro_steps: int = 0  # calls of engine.step()
     boundary: bool | None = None  # what set_gradient_accumulation_boundary said last; None: the engine counts
     backward_done: bool = False  # engine.backward() ran since the last engine.step()
+    scaled_by_caller: bool = False  # the pass under way starts from a loss that is scaled already
+    no_sync_warned: bool = False
     step_applied: bool = False  # the last call of engine.step() changed the weights
 
 
@@ -168,7 +169,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def memory_report(self) -> list[dict[str, Any]]:
         """Every host buffer that the engine owns: name, nbytes, pinned."""
-        return self.optimizer.host_buffers() if self.optimizer is not None else []
+        return [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
 
     # -- train -------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,16 @@ class DeepSpeedEngine(torch.nn.Module):
         """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if self.optimizer is not None and torch.is_grad_enabled():
+            self._scale_plain_backward(output)
+        return output
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as `backward` would scale it, for `engine.scale(loss).backward()`."""
+        optimizer = self._training_optimizer("scale")
+        self._progress.scaled_by_caller = True
+        return optimizer.scale_loss(loss / self.gradient_accumulation_steps())
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch.
@@ -201,7 +211,11 @@ class DeepSpeedEngine(torch.nn.Module):
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         optimizer.begin_backward(self.is_gradient_accumulation_boundary())
-        optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
+        self._progress.scaled_by_caller = True
+        try:
+            optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
+        finally:
+            self._progress.scaled_by_caller = False
         optimizer.end_backward()
         self._progress.backward_done = True
         return loss
@@ -230,6 +244,7 @@ class DeepSpeedEngine(torch.nn.Module):
             self._log_progress()
         progress.micro_steps += 1
         progress.backward_done = False
+        progress.scaled_by_caller = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` steps the optimizer."""
@@ -245,9 +260,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing; at stage 2 gradients are reduced all the same, since no rank keeps them whole."""
         if self.zero_optimization_stage() >= 2:
-            self._warn_once(
-                "no_sync", "no_sync: no effect at zero_optimization.stage 2, whose gradients are reduced every pass."
-            )
+            self._warn_no_sync()
         before, self._progress.boundary = self._progress.boundary, False
         try:
             yield
@@ -297,6 +310,24 @@ class DeepSpeedEngine(torch.nn.Module):
                 "deepspeed.initialize; without one the engine only evaluates."
             )
         return self.optimizer
+
+    def _warn_no_sync(self) -> None:
+        if not self._progress.no_sync_warned:
+            self._progress.no_sync_warned = True
+            logger.warning("no_sync: no effect at zero_optimization.stage 2, where every pass is reduced")
+
+    def _scale_plain_backward(self, output: Any) -> None:
+        """Let `loss.backward()` without the engine see the same scale, where the gradient enters the module."""
+        if self.gradient_accumulation_steps() == 1 and not self._config.fp16.enabled:
+            return
+        for tensor in float_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._plain_backward_factor)
+
+    def _plain_backward_factor(self, grad: torch.Tensor) -> torch.Tensor | None:
+        if self._progress.scaled_by_caller or self.optimizer is None:
+            return None
+        return grad * (self.optimizer.loss_scale / self.gradient_accumulation_steps())
 
     def _log_start(self) -> None:
         if self._comm.rank:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -157,6 +156,14 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes a keyword argument."""
-    return name in inspect.signature(function).parameters
+def float_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The floating tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from float_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from float_tensors(item)

@@ -36,8 +36,8 @@ class CommunicationKeys(Section):
     here there is one implementation and any value is accepted.
     """
 
-    reduce_bucket_numel: PositiveCount = Field(DEFAULT_BUCKET_NUMEL, alias="reduce_bucket_size")
-    allgather_bucket_numel: PositiveCount = Field(DEFAULT_BUCKET_NUMEL, alias="allgather_bucket_size")
+    reduce_bucket_numel: PositiveCount = Field(default=DEFAULT_BUCKET_NUMEL, alias="reduce_bucket_size")
+    allgather_bucket_numel: PositiveCount = Field(default=DEFAULT_BUCKET_NUMEL, alias="allgather_bucket_size")
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
@@ -50,9 +50,10 @@ class CommunicationKeys(Section):
 class BehaviourKeys(Section):
     """What the optimizer does beside stepping.
 
-    ignore_unused_parameters: false makes a parameter without gradient an error. compute_grad_norm: false leaves
-    the norm out when nothing needs it. load_from_fp32_weights: a checkpoint's fp32 masters win over its 16-bit weights.
-    elastic_checkpoint and legacy_stage1 are DeepSpeed's old formats and are refused when on.
+    ignore_unused_parameters: false makes a parameter without gradient an error.
+    compute_grad_norm: false leaves the norm out when nothing needs it.
+    load_from_fp32_weights: a checkpoint's fp32 masters win over its 16-bit weights.
+    elastic_checkpoint, legacy_stage1: DeepSpeed's old formats, refused when on. zenflow: refused.
     """
 
     ignore_unused_parameters: bool = True
@@ -66,7 +67,7 @@ class BehaviourKeys(Section):
 
 
 class Stage3Keys(Section):
-    """Sizes that only stage 3 reads. Presets carry them at every stage, so they are accepted and have no effect."""
+    """Sizes that only stage 3 reads. Presets carry them at every stage; they are accepted without effect."""
 
     sub_group_size: NonNegativeNumber = 1e9
     stage3_prefetch_bucket_size: NonNegativeNumber = 5e7
@@ -79,7 +80,7 @@ class Stage3Keys(Section):
 
 
 class Stage3Switches(Section):
-    """Switches that only stage 3 reads, accepted and without effect; those of ZeRO++ and MiCS are refused when on."""
+    """Switches that only stage 3 reads, accepted without effect; those of ZeRO++ and MiCS are refused."""
 
     stage3_gather_16bit_weights_on_model_save: bool = False
     stage3_use_all_reduce_for_fetch_params: bool = False
@@ -100,8 +101,8 @@ class Stage3Switches(Section):
 class DeepSpeedZeroConfig(CommunicationKeys, BehaviourKeys, Stage3Keys, Stage3Switches):
     """The ``zero_optimization`` object.
 
-    stage: 0 (off), 1 (optimizer states partitioned) or 2 (gradients too). offload_optimizer takes effect at stages
-    1 and 2; offload_param at stage 3 only.
+    stage: 0 (off), 1 (optimizer states partitioned) or 2 (gradients too).
+    offload_optimizer: takes effect at stages 1 and 2. offload_param: would take effect at stage 3 only.
     """
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
@@ -110,7 +111,7 @@ class DeepSpeedZeroConfig(CommunicationKeys, BehaviourKeys, Stage3Keys, Stage3Sw
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer lives on the host: a stage of 1 or more with ``offload_optimizer.device`` "cpu"."""
+        """Whether the optimizer lives on the host: stage 1 or 2, with ``offload_optimizer.device`` "cpu"."""
         offload = self.offload_optimizer
         return self.stage > 0 and offload is not None and offload.device is OffloadDeviceEnum.cpu
 

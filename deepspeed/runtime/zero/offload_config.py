@@ -38,8 +38,9 @@ OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_lower_case)]
 class OffloadTarget(Section):
     """Keys that both offload sections share.
 
-    device: "none" or "cpu", in any letter case. pin_memory: page-lock the staging buffers (never the states).
-    nvme_path, buffer_count: read only with device "nvme", which is refused; accepted because clients always send them.
+    device: "none" or "cpu", in any letter case.
+    pin_memory: page-lock the staging buffers (never the states).
+    nvme_path: would be read with device "nvme", which is refused; some clients always send it.
     """
 
     device: OffloadDevice = OffloadDeviceEnum.none

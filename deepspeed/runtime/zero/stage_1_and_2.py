@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import LossScalerBase
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.buckets import GradReducer
 from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.param_access import ParamAccess
 from deepspeed.runtime.zero.parts import Master, ZeroParts, ZeroSettings, build_parts
 
@@ -44,7 +45,7 @@ class _Totals:
     unused: int  # parameters that saw none, summed over ranks
 
 
-class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Shards the optimizer (stage 1) and the gradients (stage 2) over data-parallel ranks.
 
     Goal: each rank keeps the master weights and optimizer state of its shard only, on its device or, with
@@ -137,6 +138,10 @@ class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """This rank's masters, one a group, `[shard_numel]` fp32, without padding."""
         return self._parts.master.masters
+
+    def host_buffers(self) -> list[LedgerEntry]:
+        """Every host buffer of this rank: name, bytes, page-locked or not."""
+        return list(self._parts.ledger)
 
     @property
     def dtype(self) -> torch.dtype:
