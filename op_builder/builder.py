@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -32,7 +32,7 @@ class OpBuilder:
 
     def source_root(self) -> Path:
         """Returns the folder csrc/: beside this package in a checkout and in a wheel alike."""
-        return Path(__file__).parent.parent / "csrc"
+        return self._ops_root() / "csrc"
 
     def sources(self) -> list[str]:
         """Returns absolute paths of the files to compile."""
@@ -46,10 +46,15 @@ class OpBuilder:
         """Returns linker flags."""
         return []
 
+    def _ops_root(self) -> Path:
+        """Returns the folder that holds this package: deepspeed/ops, or the root of a checkout."""
+        return Path(__file__).parent.parent
+
     def is_prebuilt(self) -> bool:
         """Returns whether the op was compiled at install. Imports nothing."""
-        package = self.PREBUILT.rpartition(".")[0]
-        return bool(package) and importlib.util.find_spec(self.PREBUILT) is not None
+        relative = self.PREBUILT.removeprefix("deepspeed.ops.").replace(".", "/")
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        return bool(self.PREBUILT) and (self._ops_root() / f"{relative}{suffix}").exists()
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Returns whether the op is compiled already, or this machine has what compiling takes."""
