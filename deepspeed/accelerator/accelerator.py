@@ -141,7 +141,7 @@ class Accelerator:
         return tensor.device.type == self._type
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a page-locked copy of a CPU tensor. ``align_bytes`` is accepted for DeepSpeed's signature."""
+        """Return a page-locked copy of a CPU tensor; ``align_bytes`` is there for the signature."""
         return tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -260,7 +260,8 @@ def get_accelerator() -> Accelerator:
             available = False
         if not available:
             raise ValueError(
-                f"DS_ACCELERATOR: expected a device that torch has here, got {wanted!r}. Unset it, or use cpu."
+                f"DS_ACCELERATOR: expected a device that torch has here, got {wanted!r}. "
+                "Unset it, or use cpu."
             )
         return Accelerator(wanted)
     if wanted == "cpu" or not torch.accelerator.is_available():

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.launch_env import LOCAL_HOST, LaunchEnv, read_launch_env
@@ -92,7 +93,9 @@ def choose_backend(wanted: str | None) -> str:
     if "nccl" in name and own != "nccl":
         logger.warning("dist_backend: nccl needs a GPU and there is none; using gloo.")
         return "gloo"
-    missing = [part for part in (item.rpartition(":")[2] for item in name.split(",")) if not _has_backend(part)]
+    missing = [
+        part for part in (item.rpartition(":")[2] for item in name.split(",")) if not _has_backend(part)
+    ]
     if missing:
         raise ValueError(
             f"dist_backend: expected a backend that torch has here, got {wanted!r}. "
@@ -109,7 +112,9 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
-        raise ValueError(f"timeout: expected seconds or a timedelta, got {timeout!r}. Pass a number of seconds.")
+        raise ValueError(
+            f"timeout: expected seconds or a timedelta, got {timeout!r}. Pass a number of seconds."
+        )
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if limit <= timedelta(0):
         raise ValueError(f"timeout: expected a time > 0, got {timeout!r}. Leave it out for torch's default.")
@@ -139,14 +144,14 @@ def _export(place: LaunchEnv) -> None:
 
 
 def _init_from_env(place: LaunchEnv, distributed_port: int, options: dict[str, Any]) -> None:
-    if place.world_size == 1 and place.master_addr is None:
-        store = dist.TCPStore(LOCAL_HOST, 0, 1, is_master=True)
+    if place.world_size == 1:  # needs no address, so that a taken MASTER_PORT cannot stop it
+        store = TCPStore(LOCAL_HOST, 0, 1, is_master=True)
         dist.init_process_group(store=store, **options)
         return
     address = place.master_addr or os.environ.get("MASTER_ADDR")
     if address is None:
         raise ValueError(
-            f"MASTER_ADDR: expected the host of rank 0, since {place.launcher} started {place.world_size} ranks; "
+            f"MASTER_ADDR: expected the host of rank 0, as {place.launcher} says {place.world_size} ranks, "
             "got nothing. Set MASTER_ADDR in the environment of every rank."
         )
     os.environ.setdefault("MASTER_ADDR", address)
@@ -157,6 +162,6 @@ def _init_from_env(place: LaunchEnv, distributed_port: int, options: dict[str, A
         if "EADDRINUSE" not in str(error):
             raise
         raise RuntimeError(
-            f"MASTER_PORT: expected a free port on {address}, got {os.environ['MASTER_PORT']}, which is in use. "
-            "Choose another with --master_port (deepspeed, torchrun), MASTER_PORT, or distributed_port=."
-        ) from error
+            f"MASTER_PORT: expected a free port on {address}, got {os.environ['MASTER_PORT']}, which is in "
+            "use. Choose another with --master_port (deepspeed, torchrun), MASTER_PORT, or distributed_port=."
+        ) from None

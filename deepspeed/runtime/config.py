@@ -1,7 +1,7 @@
 """The DeepSpeed configuration: read, checked as a whole, and frozen.
 
-``DeepSpeedConfig(source, world_size)`` takes what ``deepspeed.initialize`` takes and either holds a complete, valid
-configuration or raises one error that lists every problem by its full key path. No process group is needed.
+``DeepSpeedConfig(source, world_size)`` takes what ``deepspeed.initialize`` takes. It either holds a complete,
+valid configuration, or raises one error that lists every problem by its full key path. It needs no process group.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 from pydantic import PrivateAttr, ValidationError
 
 from deepspeed.runtime.config_batch import MICRO, STEPS, TRAIN, complete_triangle
+from deepspeed.runtime.config_features import take_features
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problems
+from deepspeed.runtime.config_refusals import refuse_keys
 from deepspeed.runtime.config_sections import low_precision_dtype
 from deepspeed.runtime.config_settings import Settings
 from deepspeed.runtime.config_source import ConfigSource, choose_config, read_config
 from deepspeed.runtime.config_tree import Tree, canonical_tree, drop_auto, drop_unknown, paths_of
-from deepspeed.runtime.config_unsupported import refuse_keys, take_features
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "choose_config", "read_config"]
@@ -27,7 +28,7 @@ _TRIANGLE = (TRAIN, MICRO, STEPS)
 
 
 class DeepSpeedConfig(Settings):
-    """A complete configuration: the JSON's keys as attributes, defaults filled in, the batch triangle derived.
+    """A complete configuration: the JSON's keys as attributes, with defaults and the derived batch triangle.
 
     Attributes are those of ``Settings``. ``raw`` is the mapping exactly as it was passed.
     """
@@ -43,7 +44,7 @@ class DeepSpeedConfig(Settings):
             world_size: Number of data-parallel ranks, for the batch triangle.
 
         Raises:
-            DeepSpeedConfigError: Unknown keys, wrong values, contradictions or leftover "auto"; all are listed.
+            DeepSpeedConfigError: Unknown keys, wrong values, contradictions, leftover "auto"; all are listed.
             NotImplementedError: Only features that DeepSpeed has and this package has not.
         """
         raw = read_config(config)
@@ -104,12 +105,12 @@ def _check_auto(tree: Tree, problems: Problems) -> None:
             ", ".join(left),
             "a value",
             "auto",
-            'Only the integrations of transformers and accelerate fill in "auto"; write a value, or leave the key out.',
+            'Only transformers and accelerate fill in "auto"; write a value, or leave the key out.',
         )
 
 
 def _validated(tree: Tree, problems: Problems) -> dict[str, Any]:
-    """Validate all keys but the triangle; a top-level key that fails is reported and left out of the result."""
+    """Validate all keys but the triangle; a top-level key that fails is reported and left out."""
     corners = dict.fromkeys(_TRIANGLE, 1)
     try:
         settings = Settings.model_validate({**tree, **corners})
@@ -128,9 +129,11 @@ def _check_together(values: Mapping[str, Any], world_size: int, problems: Proble
         problems.fault("fp16.enabled, bf16.enabled", "at most one to be true", True, "Choose one precision.")
     data_parallel = values.get("data_parallel_size")
     if data_parallel not in (None, world_size):
-        problems.fault("data_parallel_size", f"the world size {world_size}", data_parallel, "Leave the key out.")
+        problems.fault(
+            "data_parallel_size", f"the world size {world_size}", data_parallel, "Leave the key out."
+        )
     optimizer = values.get("optimizer")
-    if optimizer is not None and optimizer.params.get("max_grad_norm"):
+    if optimizer is not None and "max_grad_norm" in optimizer.params:
         problems.fault(
             "optimizer.params.max_grad_norm",
             "no such parameter",
@@ -143,9 +146,9 @@ def _notices(config: Settings) -> Iterator[str]:
     zero = config.zero_optimization
     offload, offload_param = zero.offload_optimizer, zero.offload_param
     if offload is not None and offload.device is OffloadDeviceEnum.cpu and zero.stage == 0:
-        yield "zero_optimization.offload_optimizer.device has no effect at stage 0. Use stage 1 or 2 to offload."
+        yield "zero_optimization.offload_optimizer has no effect at stage 0. Use stage 1 or 2 to offload."
     if offload_param is not None and offload_param.device is OffloadDeviceEnum.cpu:
-        yield "zero_optimization.offload_param.device has no effect below stage 3: parameters stay on the device."
+        yield "zero_optimization.offload_param has no effect below stage 3: parameters stay on the device."
     if config.disable_python_gc:
         yield "disable_python_gc has no effect here. Call gc.disable() in the training script."
     checkpointing = config.activation_checkpointing
@@ -153,6 +156,6 @@ def _notices(config: Settings) -> Iterator[str]:
     on = [name for name in switches if getattr(checkpointing, name)]
     if on:
         yield (
-            f"activation_checkpointing.{', '.join(on)}: only a model that calls deepspeed.checkpointing reads this; "
-            "torch.utils.checkpoint does not."
+            f"activation_checkpointing.{', '.join(on)} has an effect only in a model that calls "
+            "deepspeed.checkpointing; torch.utils.checkpoint does not read it."
         )

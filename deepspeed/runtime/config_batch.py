@@ -1,4 +1,4 @@
-"""The batch triangle: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size."""
+"""The batch triangle: samples a step = samples a micro-batch * micro-batches a step * ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def complete_triangle(given: Mapping[str, Any], world_size: int, problems: Probl
         value = given.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value // 1
+            or value <= 0
+        ):
             problems.fault(key, "a whole number > 0", value)
             sound = False
         else:
@@ -51,16 +56,13 @@ def complete_triangle(given: Mapping[str, Any], world_size: int, problems: Probl
 
 def _derive(values: Mapping[str, int], world_size: int) -> dict[str, int]:
     train, micro, steps = values.get(TRAIN), values.get(MICRO), values.get(STEPS)
+    if micro is None:
+        steps = steps or 1
+        micro = values[TRAIN] // world_size // steps
+    if steps is None:
+        steps = train // micro // world_size if train is not None else 1
     if train is None:
-        assert micro is not None
-        steps = steps or 1
         train = micro * steps * world_size
-    elif micro is None:
-        steps = steps or 1
-        micro = train // world_size // steps
-    elif steps is None:
-        steps = train // micro // world_size
-    assert micro is not None and steps is not None
     return {TRAIN: train, MICRO: micro, STEPS: steps}
 
 

@@ -54,10 +54,10 @@ class Problems:
         """
         section, _, name = path.rpartition(".")
         near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-        if near:
-            hint = f"Did you mean {_join(section, near[0])!r}?"
-        elif name in elsewhere:
+        if name in elsewhere:
             hint = f"This key belongs at {elsewhere[name]!r}."
+        elif near:
+            hint = f"Did you mean {_join(section, near[0])!r}?"
         else:
             near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
             hint = f"The nearest known key is {_join(section, near[0])!r}; remove {path!r} if it is not that."

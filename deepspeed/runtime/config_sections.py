@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from deepspeed.runtime.config_base import Count, NonNegativeNumber, OptionalDtype, PositiveCount, Section, expected
+from deepspeed.runtime.config_base import (
+    Count,
+    NonNegativeNumber,
+    OptionalDtype,
+    PositiveCount,
+    Section,
+    expected,
+)
 
 
 def _loss_scale(value: Any) -> Any:
@@ -22,10 +29,13 @@ def _loss_scale(value: Any) -> Any:
 class FP16Config(Section):
     """``fp16``: half-precision weights with loss scaling.
 
-    enabled, auto_cast: cast the weights, and the inputs of forward too. loss_scale: 0 for dynamic, else fixed.
-    initial_scale_power: a dynamic scale starts at 2 to this power. loss_scale_window: clean steps before it doubles.
-    hysteresis, consecutive_hysteresis: overflows tolerated before it halves, and whether a clean step refills them.
-    min_loss_scale: floor of a dynamic scale. fp16_master_weights_and_grads: refused when on.
+    enabled, auto_cast: cast the weights, and the inputs of forward too.
+    loss_scale: 0 for dynamic, else fixed.
+    initial_scale_power: a dynamic scale starts at 2 to this power.
+    loss_scale_window: clean steps before it doubles.
+    hysteresis, consecutive_hysteresis: overflows until it halves, and whether a clean step refills them.
+    min_loss_scale: floor of a dynamic scale.
+    fp16_master_weights_and_grads: refused when on.
     """
 
     enabled: bool = False
@@ -52,9 +62,9 @@ class FP16Config(Section):
 class BF16Config(Section):
     """``bf16``, also written ``bfloat16``: bfloat16 weights, no loss scaling.
 
-    check_grad_overflow: find non-finite gradients and skip the step; on by default. immediate_grad_update: accepted;
-    gradients reach the accumulator as they are reduced in any case. bf16_master_weights_and_grads and
-    bf16_optimizer_states: refused when on.
+    check_grad_overflow: find non-finite gradients and skip the step; on by default.
+    immediate_grad_update: accepted; gradients reach the accumulator as they are reduced in any case.
+    bf16_master_weights_and_grads, bf16_optimizer_states: refused when on.
     """
 
     enabled: bool = False
@@ -96,7 +106,10 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """``scheduler``: a learning-rate schedule for the engine to build. type: its name. params: its arguments."""
+    """``scheduler``: a learning-rate schedule for the engine to build.
+
+    type: its name. params: keyword arguments of its constructor.
+    """
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
@@ -115,9 +128,10 @@ def _upper_case(value: Any) -> Any:
 class CheckpointConfig(Section):
     """``checkpoint``.
 
-    tag_validation: what happens when ranks save under different tags. use_node_local_storage: each node has its own
-    file system. load_universal: refused when on. writer, parallel_write, checkpoint_serialization: how DeepSpeed
-    writes; a writer is refused.
+    tag_validation: what happens when ranks save under different tags.
+    use_node_local_storage: each node has its own file system.
+    load_universal, writer: refused when on.
+    parallel_write, checkpoint_serialization: how DeepSpeed writes; accepted.
     """
 
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(_upper_case)] = "WARN"

@@ -6,8 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed.runtime.config_base import Count, NonNegativeNumber, OptionalDtype, PositiveCount, PositiveNumber
-from deepspeed.runtime.config_base import Section, expected
+from deepspeed.runtime.config_base import (
+    Count,
+    OptionalDtype,
+    PositiveCount,
+    PositiveNumber,
+    Section,
+    expected,
+)
 from deepspeed.runtime.config_sections import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -33,6 +39,14 @@ def _steps_per_print(value: Any) -> Any:
     return value
 
 
+def _clipping(value: Any) -> Any:
+    if isinstance(value, (bool, str)) or value is None or not 0 <= value < float("inf"):
+        raise expected(
+            "a number >= 0", "Use 0.0 for no clipping, or leave the key out for the default of 1.0."
+        )
+    return value
+
+
 def _log_level(value: Any) -> Any:
     if value is not None and str(value).lower() not in LOG_LEVELS:
         raise expected(f"one of {', '.join(LOG_LEVELS)}")
@@ -40,10 +54,12 @@ def _log_level(value: Any) -> Any:
 
 
 class BatchKeys(Section):
-    """The batch triangle, complete: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size.
+    """The batch triangle, complete, and what goes with it.
 
-    Sizes are in samples. dataloader_drop_last: the built-in loader leaves out a short last batch.
-    managed_gradient_accumulation: the engine counts micro-batches itself.
+    train_batch_size: samples a step, over all ranks. train_micro_batch_size_per_gpu: samples a forward.
+    gradient_accumulation_steps: forwards a step.
+    dataloader_drop_last: the built-in loader leaves out a short last batch.
+    managed_gradient_accumulation: the engine counts micro-batches itself; false is refused.
     """
 
     train_batch_size: PositiveCount
@@ -58,11 +74,12 @@ class GradientKeys(Section):
 
     gradient_clipping: largest global 2-norm, 0 for no clipping; absent means 1.0, as in DeepSpeed 0.19.8.
     prescale_gradients, gradient_predivide_factor: divide before the reduction instead of after it.
-    communication_data_type: dtype on the wire; null for the gradients' own. gradient_allreduce_op: "sum" is refused.
+    communication_data_type: dtype on the wire; null for the gradients' own.
+    gradient_allreduce_op: "sum" is refused.
     seq_parallel_communication_data_type and disable_allgather have no effect here.
     """
 
-    gradient_clipping: NonNegativeNumber = 1.0
+    gradient_clipping: Annotated[float, BeforeValidator(_clipping)] = 1.0
     prescale_gradients: bool = False
     gradient_predivide_factor: PositiveNumber = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
@@ -91,8 +108,9 @@ class TrainingKeys(Section):
 class ReportKeys(Section):
     """What is printed, and when.
 
-    steps_per_print: steps between progress lines; 0, null or infinity for none. wall_clock_breakdown: time of forward, backward and step.
-    memory_breakdown: memory at the phases of a step. dump_state: print the configuration. log_level: of DeepSpeed's logger.
+    steps_per_print: steps between progress lines; 0, null or infinity for none.
+    wall_clock_breakdown: time of forward, backward and step. memory_breakdown: memory at each of them.
+    dump_state: print the configuration. log_level: of DeepSpeed's logger.
     The monitors (tensorboard, wandb, csv_monitor, comet) are refused when enabled.
     """
 

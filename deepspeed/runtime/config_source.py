@@ -31,7 +31,9 @@ def choose_config(
     Raises:
         DeepSpeedConfigError: None was given, or several that differ.
     """
-    from_args = args.get("deepspeed_config") if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
+    from_args = (
+        args.get("deepspeed_config") if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
+    )
     places = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     given = {name: source for name, source in places.items() if source is not None}
     if not given:
@@ -42,7 +44,7 @@ def choose_config(
     sources = list(given.values())
     if any(source != sources[0] for source in sources[1:]):
         raise DeepSpeedConfigError(
-            f"{' and '.join(given)}: expected one configuration, got {len(given)} that differ. Keep one of them."
+            f"{' and '.join(given)}: expected one configuration, got {len(given)} that differ. Keep one."
         )
     return sources[0]
 
@@ -94,9 +96,13 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, origin))
     except json.JSONDecodeError as error:
-        raise DeepSpeedConfigError(f"config: expected valid JSON in {origin}, got: {error}. Correct the text.") from None
+        raise DeepSpeedConfigError(
+            f"config: expected valid JSON in {origin}, got: {error}. Correct the text."
+        ) from None
     if not isinstance(value, dict):
-        raise DeepSpeedConfigError(f"config: expected a JSON object in {origin}, got {value!r}. Wrap it in braces.")
+        raise DeepSpeedConfigError(
+            f"config: expected a JSON object in {origin}, got {value!r}. Wrap it in braces."
+        )
     return value
 
 
@@ -105,7 +111,7 @@ def _without_repeats(pairs: list[tuple[str, Any]], origin: str) -> dict[str, Any
     for key, value in pairs:
         if key in result:
             raise DeepSpeedConfigError(
-                f"{key}: expected one value in {origin}, got {result[key]!r} and {value!r}. Remove one of them."
+                f"{key}: expected one value in {origin}, got {result[key]!r} and {value!r}. Remove one."
             )
         result[key] = value
     return result

@@ -36,6 +36,9 @@ OLD_NAMES = {
         )
     },
 }
+NULL_IS_WRONG = (
+    "gradient_clipping",
+)  # null could mean off as well as the default; elsewhere null is the default
 AUTO_IS_DEFAULT = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
 AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules",)
 
@@ -60,7 +63,7 @@ def canonical_tree(raw: Mapping[str, Any], problems: Problems) -> Tree:
     for old, new in OLD_NAMES.items():
         _rename(tree, old, new, problems)
     _expand_cpu_offload(tree)
-    return {key: value for key, value in tree.items() if value is not None}
+    return {key: value for key, value in tree.items() if value is not None or key in NULL_IS_WRONG}
 
 
 def _expand_dotted(tree: Tree) -> None:
@@ -90,7 +93,9 @@ def _rename(tree: Tree, old: str, new: str, problems: Problems) -> None:
     new_name = new.rpartition(".")[2]
     value = place.pop(old_name)
     if place.setdefault(new_name, value) != value:
-        problems.fault(new, f"the value of its other name {old}, {value!r}", place[new_name], "Keep one of the two.")
+        problems.fault(
+            new, f"the value of its other name {old}, {value!r}", place[new_name], "Keep one of the two."
+        )
 
 
 def _expand_cpu_offload(tree: Tree) -> None:
@@ -129,7 +134,9 @@ def paths_of(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str]
             yield from paths_of(inner, f"{prefix}{key}.")
 
 
-def drop_unknown(tree: Tree, model: type[Section], elsewhere: Mapping[str, str], problems: Problems, path: str = "") -> None:
+def drop_unknown(
+    tree: Tree, model: type[Section], elsewhere: Mapping[str, str], problems: Problems, path: str = ""
+) -> None:
     """Remove and report every key that the model, or a section in it, does not know."""
     fields = {json_name(name, info): info for name, info in model.model_fields.items()}
     for key in list(tree):
