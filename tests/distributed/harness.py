@@ -1,0 +1,172 @@
+"""Runs a function on N gloo ranks, each its own process, with a time limit.
+
+Ranks are forked from a server process that imported torch once and has no threads and no process group, so a world of
+3 starts in tenths of a second. The parent holds the rendezvous store: no port is picked before it is bound.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 10.0  # for the other ranks, once one has failed: long enough to raise by themselves, short if they hang
+_LOG_TAIL_CHARS = 4000
+
+
+@dataclass
+class _Rank:
+    """One rank as the parent sees it."""
+
+    index: int
+    process: Any
+    pipe: Connection
+    log: Path
+    result: Any = None
+    error: str | None = None
+    open: bool = True
+
+    def describe(self) -> str:
+        log = self.log.read_text(errors="replace")[-_LOG_TAIL_CHARS:] if self.log.exists() else ""
+        return f"--- rank {self.index}: {self.error}\n{log}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs to know."""
+
+    rank: int
+    world: int
+    port: int
+    log: str
+    timeout_s: float
+    env: dict[str, str] = field(default_factory=dict)
+    process_group: bool = True
+
+
+def run_distributed(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    env: dict[str, str] | None = None,
+    process_group: bool = True,
+) -> list[Any]:
+    """Call fn(*args) on every rank of a gloo world and return what each rank returned, in rank order.
+
+    Args:
+        world: Number of ranks.
+        fn: A function at the top level of an importable module. It reads its rank from torch.distributed.
+        args: Picklable arguments, the same on every rank.
+        timeout_s: After this many seconds every rank is killed, and the failure shows where each one stood.
+        env: Extra environment of the ranks.
+        process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all the same.
+
+    Raises:
+        AssertionError: A rank failed, died or hung; the message holds the traceback and the log of every such rank.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        jobs = [
+            _Job(rank, world, store.port, f"{folder}/{rank}.log", timeout_s, env or {}, process_group)
+            for rank in range(world)
+        ]
+        ranks = [_start(job, fn, args) for job in jobs]
+        try:
+            _collect(ranks, timeout_s)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.join()
+                rank.pipe.close()
+        failed = [rank for rank in ranks if rank.error is not None]
+        if failed:
+            names = ", ".join(str(rank.index) for rank in failed)
+            raise AssertionError(
+                f"{fn.__name__}: ranks {names} of {world} failed\n" + "\n".join(rank.describe() for rank in failed)
+            )
+    return [rank.result for rank in ranks]
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tests.distributed.preload"])
+    return context
+
+
+def _start(job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
+    context = _context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(job, theirs, fn, args), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(job.rank, process, ours, Path(job.log))
+
+
+def _collect(ranks: list[_Rank], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(rank.open for rank in ranks):
+        ready = wait([rank.pipe for rank in ranks if rank.open], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in ranks:
+                if rank.open:
+                    rank.error = "did not finish in time"
+            return
+        for rank in ranks:
+            if rank.pipe in ready:
+                _receive(rank)
+                if rank.error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _receive(rank: _Rank) -> None:
+    rank.open = False
+    try:
+        rank.result, rank.error = rank.pipe.recv()
+    except EOFError:
+        rank.process.join()
+        rank.error = f"died with exit code {rank.process.exitcode}"
+
+
+def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Runs in the rank's process."""
+    log = os.open(job.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world),
+        LOCAL_WORLD_SIZE=str(job.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        DS_ACCELERATOR="cpu",
+        **job.env,
+    )
+    torch.set_num_threads(1)
+    try:
+        if job.process_group:
+            dist.init_process_group("gloo")
+        result, error = fn(*args), None
+    except BaseException:
+        result, error = None, traceback.format_exc()
+    pipe.send((result, error))
+    if error is None and dist.is_initialized():
+        dist.barrier()  # nobody leaves while another rank still talks to it
+    os._exit(0 if error is None else 1)

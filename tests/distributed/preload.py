@@ -1,0 +1,6 @@
+"""What the rank server imports once for all ranks; the package has no import-time side effects, so forking after it is safe."""
+
+import contextlib
+
+with contextlib.suppress(ImportError):
+    import deepspeed  # noqa: F401
