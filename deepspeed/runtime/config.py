@@ -1,7 +1,7 @@
 """The DeepSpeed configuration: read, checked as a whole, and frozen.
 
 ``DeepSpeedConfig(source, world_size)`` takes what ``deepspeed.initialize`` takes. It either holds a complete,
-valid configuration, or raises one error that lists every problem by its full key path. It needs no process group.
+valid configuration or raises one error that lists every problem by its full path. It needs no process group.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ DTYPE_NAMES: dict[str, torch.dtype] = {
 class Section(BaseModel):
     """One JSON object of the configuration: immutable, and without room for keys that it does not know."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_by_alias=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
 def expected(constraint: str, advice: str = "") -> PydanticCustomError:

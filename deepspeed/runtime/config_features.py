@@ -43,6 +43,10 @@ def _parallel_size(value: Any) -> Switch | None:
     return _first_inside(value, _parallel_size)
 
 
+def _enabled_inside(value: Any) -> Switch | None:
+    return _first_inside(value, enabled_switch) if isinstance(value, Mapping) else None
+
+
 def _compile_switch(value: Any) -> Switch | None:
     names = ("deepcompile", "enabled") if isinstance(value, Mapping) else ()
     return next((Switch(name, value[name]) for name in names if value.get(name)), None)
@@ -106,6 +110,8 @@ FEATURES: dict[str, Feature] = {
         _PROFILE,
     ),
     "comms_logger": Feature(_names("enabled prof_all prof_ops verbose debug"), enabled_switch, _PROFILE),
+    "comms_config": Feature(frozenset(), enabled_switch, _PROFILE),
+    "monitor_config": Feature(frozenset(), _enabled_inside, "Log from the training script."),
     "compression_training": Feature(
         _names(
             "layer_reduction weight_quantization activation_quantization sparse_pruning "
@@ -150,6 +156,7 @@ FEATURES: dict[str, Feature] = {
         _parallel_size,
         "Use data parallelism with zero_optimization.stage 2, or autotp_size 1.",
     ),
+    "sequence_parallel": Feature(frozenset(), enabled_switch, "Use shorter sequences, or more ranks."),
     "expert_parallel": Feature(
         frozenset(), enabled_switch, "Use data parallelism with zero_optimization.stage 2."
     ),
@@ -163,7 +170,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "compile": Feature(
         _names(
-            "deepcompile enabled backend kwargs autoep_non_moe free_activation "
+            "deepcompile enabled disable backend kwargs autoep_non_moe free_activation "
             "free_activation_threshold offload_activation offload_activation_pin_memory "
             "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
             "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "

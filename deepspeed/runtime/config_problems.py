@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ _CONSTRAINTS = {
     "dict": "a JSON object",
     "model": "a JSON object",
     "list": "a list",
-    "missing": "a value",
 }
 _BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than_equal": ("le", "<=")}
 
@@ -38,11 +38,11 @@ class Problems:
 
     def fault(self, key: str, constraint: str, value: object, advice: str = GENERAL_ADVICE) -> None:
         """Add ``<key>: expected <constraint>, got <value>. <advice>``."""
-        self.faults.append(f"{key}: expected {constraint}, got {value!r}. {advice or GENERAL_ADVICE}")
+        self.faults.append(f"{key}: expected {constraint}, got {_shown(value)}. {advice or GENERAL_ADVICE}")
 
     def refuse(self, key: str, constraint: str, value: object, advice: str) -> None:
         """Add a refusal in the same form."""
-        self.refusals.append(f"{key}: expected {constraint}, got {value!r}. {advice}")
+        self.refusals.append(f"{key}: expected {constraint}, got {_shown(value)}. {advice}")
 
     def unknown_key(self, path: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
         """Add an unknown key, naming the nearest known one.
@@ -67,6 +67,11 @@ class Problems:
         """Translate pydantic's findings, except unknown keys, which are found before."""
         for item in error.errors(include_url=False):
             path = _join(prefix, ".".join(str(part) for part in item["loc"]))
+            if item["type"] == "missing":
+                self.faults.append(
+                    f"{path}: expected a value, got nothing. Add the key, or leave out its section."
+                )
+                continue
             advice = str(item.get("ctx", {}).get("advice", ""))
             self.fault(path, _constraint(item), item.get("input"), advice)
 
@@ -85,6 +90,12 @@ class Problems:
         if self.faults:
             raise DeepSpeedConfigError(text)
         raise NotImplementedError(text)
+
+
+def _shown(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    return short.repr(value)
 
 
 def _join(section: str, name: str) -> str:

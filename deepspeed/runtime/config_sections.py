@@ -142,13 +142,17 @@ class CheckpointConfig(Section):
     writer: dict[str, Any] | None = None
 
 
+def _false_to_none(value: Any) -> Any:
+    return None if value is False else value
+
+
 class ActivationCheckpointingConfig(Section):
     """``activation_checkpointing``: defaults for ``deepspeed.checkpointing``; nothing else reads them."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
     cpu_checkpointing: bool = False
-    number_checkpoints: Count | None = None
+    number_checkpoints: Annotated[Count | None, BeforeValidator(_false_to_none)] = None
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
 

@@ -44,10 +44,14 @@ AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules",)
 
 
 def copy_tree(value: Any) -> Any:
-    """Copy nested mappings to plain dicts, so that the caller's mapping is never changed."""
+    """Copy nested mappings to plain dicts without comment keys ("_comment"); the caller's stays as it is."""
     if isinstance(value, Mapping):
-        return {str(key): copy_tree(item) for key, item in value.items()}
+        return {str(key): copy_tree(item) for key, item in value.items() if not _is_comment(key)}
     return value
+
+
+def _is_comment(key: object) -> bool:
+    return str(key).startswith(("_", "//", "#"))
 
 
 def canonical_tree(raw: Mapping[str, Any], problems: Problems) -> Tree:

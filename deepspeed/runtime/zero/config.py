@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from deepspeed.runtime.config_base import Count, NonNegativeNumber, PositiveCount, Section
+from deepspeed.runtime.config_base import Count, NonNegativeNumber, PositiveCount, Section, expected
 from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadOptimizerConfig,
@@ -24,6 +24,12 @@ class ZeroStageEnum(IntEnum):
     optimizer_states = 1
     gradients = 2
     weights = 3
+
+
+def _stage(value: Any) -> Any:
+    if isinstance(value, bool) or str(value) not in ("0", "1", "2", "3", "0.0", "1.0", "2.0", "3.0"):
+        raise expected("0, 1 or 2", "Stage 2 partitions optimizer states and gradients.")
+    return int(float(value))
 
 
 class CommunicationKeys(Section):
@@ -105,7 +111,7 @@ class DeepSpeedZeroConfig(CommunicationKeys, BehaviourKeys, Stage3Keys, Stage3Sw
     offload_optimizer: takes effect at stages 1 and 2. offload_param: would take effect at stage 3 only.
     """
 
-    stage: ZeroStageEnum = ZeroStageEnum.disabled
+    stage: Annotated[ZeroStageEnum, BeforeValidator(_stage)] = ZeroStageEnum.disabled
     offload_optimizer: OffloadOptimizerConfig | None = None
     offload_param: OffloadParamConfig | None = None
 
