@@ -11,6 +11,8 @@ enum class Dtype { kFloat32, kBfloat16, kFloat16 };
 struct Stream {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
+    bool nontemporal =
+        false;  // stores go past the cache; only for an array that is not read, aligned to 64 bytes
 };
 
 // One Adam step over flat arrays. Constants are rounded once from doubles by the caller.

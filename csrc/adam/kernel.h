@@ -25,26 +25,36 @@ template <class V>
 inline typename V::F load(const Stream& s, int64_t i) {
     switch (s.dtype) {
         case Dtype::kFloat32:
-            return V::load_fp32(static_cast<const float*>(s.data) + i);
+            return V::load(static_cast<const float*>(s.data) + i);
         case Dtype::kBfloat16:
-            return V::load_bf16(static_cast<const uint16_t*>(s.data) + i);
+            return V::widen_bf16(V::load(static_cast<const uint16_t*>(s.data) + i));
         default:
-            return V::load_fp16(static_cast<const uint16_t*>(s.data) + i);
+            return V::widen_fp16(V::load(static_cast<const uint16_t*>(s.data) + i));
     }
 }
 
 template <class V>
-inline void store(const Stream& s, int64_t i, typename V::F x) {
-    switch (s.dtype) {
-        case Dtype::kFloat32:
-            V::store_fp32(static_cast<float*>(s.data) + i, x);
-            break;
-        case Dtype::kBfloat16:
-            V::store_bf16(static_cast<uint16_t*>(s.data) + i, x);
-            break;
-        default:
-            V::store_fp16(static_cast<uint16_t*>(s.data) + i, x);
+inline void store_words(const Stream& s, int64_t i, typename V::H x) {
+    uint16_t* const p = static_cast<uint16_t*>(s.data) + i;
+    s.nontemporal ? V::stream(p, x) : V::store(p, x);
+}
+
+// Returns what the array then holds: x, rounded if the array is of 16 bits.
+template <class V>
+inline typename V::F store(const Stream& s, int64_t i, typename V::F x) {
+    if (s.dtype == Dtype::kFloat32) {
+        float* const p = static_cast<float*>(s.data) + i;
+        s.nontemporal ? V::stream(p, x) : V::store(p, x);
+        return x;
     }
+    if (s.dtype == Dtype::kBfloat16) {
+        const typename V::H words = V::narrow_bf16(x);
+        store_words<V>(s, i, words);
+        return V::widen_bf16(words);
+    }
+    const typename V::H words = V::narrow_fp16(x);
+    store_words<V>(s, i, words);
+    return V::widen_fp16(words);
 }
 
 inline void prefetch(const Stream& s, int64_t i) {
@@ -95,6 +105,7 @@ void adam(const AdamArgs& args, int64_t begin, int64_t end) {
     for (; i < end; ++i) {
         adam_lanes<Scalar>(a, i);
     }
+    V::fence();
 }
 
 // The memory traffic of `adam`, with one addition a stream so that no compiler drops a load or a store: the
@@ -116,6 +127,7 @@ void roof(const AdamArgs& args, int64_t begin, int64_t end) {
             store<V>(a.out, i, p);
         }
     }
+    V::fence();
 }
 
 template <class V>
@@ -127,9 +139,7 @@ inline typename V::F accumulate_lanes(const AccumulateArgs& a, int64_t i) {
     if (a.mode == AccumulateMode::kAdd) {
         x = V::add(load<V>(a.dst, i), x);
     }
-    store<V>(a.dst, i, x);
-    // The sum is of what dst holds, which a 16-bit dst has rounded.
-    return a.dst.dtype == Dtype::kFloat32 ? x : load<V>(a.dst, i);
+    return store<V>(a.dst, i, x);
 }
 
 template <class V>
@@ -142,12 +152,15 @@ double accumulate(const AccumulateArgs& args, int64_t begin, int64_t end) {
     }
     int64_t i = begin;
     for (; i + kSumLanes <= end; i += kSumLanes) {
-        prefetch(a.dst, i);
         prefetch(a.src, i);
+        if (!a.dst.nontemporal) {  // else it is not read, and must not be
+            prefetch(a.dst, i);
+        }
         for (int64_t k = 0; k < kVectors; ++k) {
             sums[k] = V::add_square(sums[k], accumulate_lanes<V>(a, i + k * V::kLanes));
         }
     }
+    V::fence();
     double lanes[kSumLanes];
     for (int64_t k = 0; k < kVectors; ++k) {
         V::store_d(lanes + k * V::kLanes, sums[k]);

@@ -10,17 +10,22 @@ namespace {
 struct Avx2 {
     static constexpr int64_t kLanes = 8;
     using F = __m256;
+    using H = __m128i;
     struct D {
         __m256d lo, hi;
     };
 
-    static F load_fp32(const float* p) { return _mm256_loadu_ps(p); }
-    static F load_bf16(const uint16_t* p) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p)), 16));
-    }
-    static F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load_halves(p)); }
-    static void store_fp32(float* p, F x) { _mm256_storeu_ps(p, x); }
-    static void store_bf16(uint16_t* p, F x) {
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static H load(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static void store(uint16_t* p, H x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+    static void stream(float* p, F x) { _mm256_stream_ps(p, x); }
+    static void stream(uint16_t* p, H x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
+    static void fence() { _mm_sfence(); }
+
+    static F widen_bf16(H x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+    static F widen_fp16(H x) { return _mm256_cvtph_ps(x); }
+    static H narrow_bf16(F x) {
         const __m256i bits = _mm256_castps_si256(x);
         const __m256i upper = _mm256_srli_epi32(bits, 16);
         const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
@@ -29,11 +34,9 @@ struct Avx2 {
         const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
         const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
         const __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
-        store_halves(p, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+        return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     }
-    static void store_fp16(uint16_t* p, F x) {
-        store_halves(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
+    static H narrow_fp16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
     static F set1(float x) { return _mm256_set1_ps(x); }
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -53,12 +56,6 @@ struct Avx2 {
         _mm256_storeu_pd(p, x.lo);
         _mm256_storeu_pd(p + 4, x.hi);
     }
-
- private:
-    static __m128i load_halves(const uint16_t* p) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    }
-    static void store_halves(uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
 };
 
 }  // namespace

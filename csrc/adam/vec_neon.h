@@ -10,25 +10,31 @@ namespace {
 struct Neon {
     static constexpr int64_t kLanes = 4;
     using F = float32x4_t;
+    using H = uint16x4_t;
     struct D {
         float64x2_t lo, hi;
     };
 
-    static F load_fp32(const float* p) { return vld1q_f32(p); }
-    static F load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-    static F load_fp16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-    static void store_fp32(float* p, F x) { vst1q_f32(p, x); }
-    static void store_bf16(uint16_t* p, F x) {
+    static F load(const float* p) { return vld1q_f32(p); }
+    static H load(const uint16_t* p) { return vld1_u16(p); }
+    static void store(float* p, F x) { vst1q_f32(p, x); }
+    static void store(uint16_t* p, H x) { vst1_u16(p, x); }
+    static void stream(float* p, F x) { store(p, x); }
+    static void stream(uint16_t* p, H x) { store(p, x); }
+    static void fence() {}
+
+    static F widen_bf16(H x) { return vreinterpretq_f32_u32(vshll_n_u16(x, 16)); }
+    static F widen_fp16(H x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+    static H narrow_bf16(F x) {
         const uint32x4_t bits = vreinterpretq_u32_f32(x);
         const uint32x4_t upper = vshrq_n_u32(bits, 16);
         const uint32x4_t odd = vandq_u32(upper, vdupq_n_u32(1));
         const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
         const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
         const uint32x4_t quiet = vorrq_u32(upper, vdupq_n_u32(0x40));
-        const uint32x4_t is_number = vceqq_f32(x, x);
-        vst1_u16(p, vmovn_u32(vbslq_u32(is_number, rounded, quiet)));
+        return vmovn_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet));
     }
-    static void store_fp16(uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+    static H narrow_fp16(F x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 
     static F set1(float x) { return vdupq_n_f32(x); }
     static F add(F a, F b) { return vaddq_f32(a, b); }

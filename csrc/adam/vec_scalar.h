@@ -1,4 +1,6 @@
 // Vector wrapper of width 1: the tail of every level, and the whole of the scalar level.
+// A wrapper has a vector of floats F, one of as many 16-bit words H, one of as many doubles D. `stream`
+// stores past the cache, to an address that is a multiple of the vector; `fence` makes such stores visible.
 // Everything is in an unnamed namespace because each level compiles its own copy with its own instruction
 // set.
 #pragma once
@@ -22,7 +24,7 @@ inline float bits_float(uint32_t bits) {
 
 // Round to nearest even by integers: unlike hardware bf16 conversion this keeps denormals. A NaN stays one,
 // quiet.
-inline uint16_t narrow_bf16(float x) {
+inline uint16_t float_to_bf16(float x) {
     const uint32_t bits = float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
         return static_cast<uint16_t>((bits >> 16) | 0x40u);
@@ -30,10 +32,10 @@ inline uint16_t narrow_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline float widen_bf16(uint16_t x) { return bits_float(static_cast<uint32_t>(x) << 16); }
+inline float bf16_to_float(uint16_t x) { return bits_float(static_cast<uint32_t>(x) << 16); }
 
 // The bits of the processors' own fp16 conversions (which ignore flush-to-zero), NaN payload included.
-inline uint16_t narrow_fp16(float x) {
+inline uint16_t float_to_fp16(float x) {
     const uint32_t bits = float_bits(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -58,7 +60,7 @@ inline uint16_t narrow_fp16(float x) {
     return static_cast<uint16_t>(sign | half);
 }
 
-inline float widen_fp16(uint16_t x) {
+inline float fp16_to_float(uint16_t x) {
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
     const uint32_t exponent = (x >> 10) & 0x1fu;
     const uint32_t mantissa = x & 0x3ffu;
@@ -75,14 +77,21 @@ inline float widen_fp16(uint16_t x) {
 struct Scalar {
     static constexpr int64_t kLanes = 1;
     using F = float;
+    using H = uint16_t;
     using D = double;
 
-    static F load_fp32(const float* p) { return *p; }
-    static F load_bf16(const uint16_t* p) { return widen_bf16(*p); }
-    static F load_fp16(const uint16_t* p) { return widen_fp16(*p); }
-    static void store_fp32(float* p, F x) { *p = x; }
-    static void store_bf16(uint16_t* p, F x) { *p = narrow_bf16(x); }
-    static void store_fp16(uint16_t* p, F x) { *p = narrow_fp16(x); }
+    static F load(const float* p) { return *p; }
+    static H load(const uint16_t* p) { return *p; }
+    static void store(float* p, F x) { *p = x; }
+    static void store(uint16_t* p, H x) { *p = x; }
+    static void stream(float* p, F x) { *p = x; }
+    static void stream(uint16_t* p, H x) { *p = x; }
+    static void fence() {}
+
+    static F widen_bf16(H x) { return bf16_to_float(x); }
+    static F widen_fp16(H x) { return fp16_to_float(x); }
+    static H narrow_bf16(F x) { return float_to_bf16(x); }
+    static H narrow_fp16(F x) { return float_to_fp16(x); }
 
     static F set1(float x) { return x; }
     static F add(F a, F b) { return a + b; }
