@@ -18,7 +18,7 @@ from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, choose_config
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils.logging import log_dist, logger
 from deepspeed.version import __version__
 
 version = __version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ from .host_threads import host_threads
 # (name, numel, dtype) -> host tensor of that size
 Allocator = Callable[[str, int, torch.dtype], torch.Tensor]
 
+# torch's method without the wrapper that keeps torch.compile out of it: the wrapper imports the whole compiler, 76 MB of
+# host memory a rank and a second of start, to protect code that nobody compiles here.
+_ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -93,7 +97,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             param_group: `params` and any settings that differ from the defaults.
         """
         _check_settings({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _ADD_PARAM_GROUP(self, param_group)
 
     def init_state(self, param: torch.Tensor, allocate: Allocator | None = None) -> None:
         """Creates the state of one parameter: step 0 and zeroed moments.
