@@ -31,7 +31,9 @@ def test_a_whole_float_is_a_count():
 
 @pytest.mark.parametrize("config", [{}, {"gradient_accumulation_steps": 2}])
 def test_without_a_batch_size_both_keys_are_named(config):
-    with pytest.raises(DeepSpeedConfigError, match="train_batch_size or train_micro_batch_size_per_gpu: expected"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="train_batch_size or train_micro_batch_size_per_gpu: expected"
+    ):
         DeepSpeedConfig(config)
 
 
@@ -41,11 +43,16 @@ def test_contradiction_names_every_key_and_value():
         DeepSpeedConfig(config, world_size=3)
     text = str(error.value)
     assert "train_batch_size: expected" in text
-    assert "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size = 2 * 1 * 3 = 6, got 4" in text
+    assert (
+        "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size = 2 * 1 * 3 = 6, got 4"
+        in text
+    )
 
 
 def test_indivisible_batch_says_which_multiple_is_needed():
-    with pytest.raises(DeepSpeedConfigError, match="got 7. Choose a train_batch_size that is a multiple of 6"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="got 7. Choose a train_batch_size that is a multiple of 6"
+    ):
         DeepSpeedConfig({"train_batch_size": 7, "gradient_accumulation_steps": 3}, world_size=2)
 
 

@@ -53,7 +53,10 @@ def test_any_mapping_is_accepted():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("no/such/file.json", "expected an existing file, JSON text or base64 of it, got 'no/such/file.json'"),
+        (
+            "no/such/file.json",
+            "expected an existing file, JSON text or base64 of it, got 'no/such/file.json'",
+        ),
         ("{not json", "expected valid JSON in JSON text"),
         (base64.b64encode(b"[1]").decode(), "expected a JSON object in base64 text"),
         (17, "expected a mapping, a path or JSON text, got int"),
@@ -68,7 +71,9 @@ def test_an_unreadable_source_is_one_clear_error(source, words):
 def test_a_repeated_key_is_an_error_not_the_last_value(tmp_path):
     file = tmp_path / "twice.json"
     file.write_text('{"train_batch_size": 4, "fp16": {"enabled": true, "enabled": false}}')
-    with pytest.raises(DeepSpeedConfigError, match="enabled: expected one value in .*twice.json, got True and False"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="enabled: expected one value in .*twice.json, got True and False"
+    ):
         DeepSpeedConfig(file)
 
 
@@ -82,7 +87,9 @@ def test_config_is_chosen_from_any_of_the_three_arguments():
 
 def test_the_same_config_twice_is_accepted_and_two_different_ones_are_not():
     assert choose_config(args={"deepspeed_config": "a.json"}, config="a.json") == "a.json"
-    with pytest.raises(DeepSpeedConfigError, match="config and args.deepspeed_config: expected one configuration"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="config and args.deepspeed_config: expected one configuration"
+    ):
         choose_config(args={"deepspeed_config": "b.json"}, config="a.json")
 
 
