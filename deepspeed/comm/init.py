@@ -122,7 +122,7 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def _place(rank: int, world_size: int, foreign: bool) -> LaunchEnv:
-    place = read_launch_env(foreign=foreign) or LaunchEnv("no launcher", 0, 1, 0, None, None)
+    place = read_launch_env(foreign=foreign) or LaunchEnv("no launcher", 0, 1, 0, 1, None, None)
     if rank < 0 and world_size < 0:
         return place
     place = place._replace(
@@ -141,6 +141,8 @@ def _export(place: LaunchEnv) -> None:
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.world_size))
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    if place.local_world_size is not None:
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world_size))
 
 
 def _init_from_env(place: LaunchEnv, distributed_port: int, options: dict[str, Any]) -> None:

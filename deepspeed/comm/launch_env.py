@@ -11,12 +11,13 @@ LOCAL_HOST = "127.0.0.1"
 
 
 class LaunchEnv(NamedTuple):
-    """Place of this process in its job. ``master_addr`` is None where the launcher did not say."""
+    """Place of this process in its job. What the launcher did not say is None."""
 
     launcher: str
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int | None
     master_addr: str | None
     master_port: int | None
 
@@ -85,6 +86,7 @@ def _torch_env(env: Mapping[str, str]) -> LaunchEnv | None:
         rank,
         _number(env, "WORLD_SIZE", 1),
         _number(env, "LOCAL_RANK", rank % _number(env, "LOCAL_WORLD_SIZE", rank + 1)),
+        _number(env, "LOCAL_WORLD_SIZE", 0) or None,
         env.get("MASTER_ADDR"),
         _port(env),
     )
@@ -101,6 +103,7 @@ def _slurm_env(env: Mapping[str, str]) -> LaunchEnv | None:
         _number(env, "SLURM_PROCID", 0),
         world_size,
         _number(env, "SLURM_LOCALID", 0),
+        tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(env, "SLURM_NODEID", 0)),
         env.get("MASTER_ADDR") or first_host(nodes),
         _port(env),
     )
@@ -110,13 +113,14 @@ def _mpi_env(env: Mapping[str, str]) -> LaunchEnv | None:
     for launcher in _MPI_LAUNCHERS:
         if launcher.rank in env and launcher.world_size in env:
             world_size = _number(env, launcher.world_size, 1)
-            one_node = _number(env, launcher.local_size, 0) == world_size
+            local_size = _number(env, launcher.local_size, 0)
             return LaunchEnv(
                 launcher.name,
                 _number(env, launcher.rank, 0),
                 world_size,
                 _number(env, launcher.local_rank, 0),
-                env.get("MASTER_ADDR") or (LOCAL_HOST if one_node else None),
+                local_size or None,
+                env.get("MASTER_ADDR") or (LOCAL_HOST if local_size == world_size else None),
                 _port(env),
             )
     return None
@@ -126,6 +130,14 @@ def first_host(nodelist: str) -> str | None:
     """Return the first host of a SLURM node list such as "gpu[03-05,9],login1"; None for an empty one."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
     return "".join(part or "" for part in match.groups()) if match else None
+
+
+def tasks_of_node(layout: str, node: int) -> int | None:
+    """Return the number of tasks on a node from SLURM's "4(x2),1"; None if it does not say."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+        counts += [int(count)] * int(repeat or 1)
+    return counts[node] if node < len(counts) else None
 
 
 def _port(env: Mapping[str, str]) -> int | None:

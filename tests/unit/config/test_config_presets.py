@@ -1,4 +1,4 @@
-"""Whole configurations in the shapes that transformers, accelerate, lightning, OpenRLHF, trl and others send."""
+"""Whole configurations in the shapes that transformers, accelerate, lightning, OpenRLHF and trl send."""
 
 import pytest
 import torch
