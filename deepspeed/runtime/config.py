@@ -6,7 +6,7 @@ valid configuration or raises one error that lists every problem by its full pat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from pydantic import PrivateAttr, ValidationError
 
 from deepspeed.runtime.config_batch import MICRO, STEPS, TRAIN, complete_triangle
 from deepspeed.runtime.config_features import take_features
+from deepspeed.runtime.config_notices import find_notices
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problems
 from deepspeed.runtime.config_refusals import refuse_keys
 from deepspeed.runtime.config_sections import low_precision_dtype
 from deepspeed.runtime.config_settings import Settings
 from deepspeed.runtime.config_source import ConfigSource, choose_config, read_config
 from deepspeed.runtime.config_tree import Tree, canonical_tree, drop_auto, drop_unknown, paths_of
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "choose_config", "read_config"]
 
@@ -75,7 +75,7 @@ class DeepSpeedConfig(Settings):
     @property
     def notices(self) -> tuple[str, ...]:
         """Keys that were set and have no effect, one sentence each, for the engine to log once."""
-        return tuple(_notices(self))
+        return tuple(find_notices(self))
 
 
 def _checked_values(raw: Mapping[str, Any], world_size: int) -> dict[str, Any]:
@@ -139,23 +139,4 @@ def _check_together(values: Mapping[str, Any], world_size: int, problems: Proble
             "no such parameter",
             optimizer.params["max_grad_norm"],
             "Set the top-level key gradient_clipping instead.",
-        )
-
-
-def _notices(config: Settings) -> Iterator[str]:
-    zero = config.zero_optimization
-    offload, offload_param = zero.offload_optimizer, zero.offload_param
-    if offload is not None and offload.device is OffloadDeviceEnum.cpu and zero.stage == 0:
-        yield "zero_optimization.offload_optimizer has no effect at stage 0. Use stage 1 or 2 to offload."
-    if offload_param is not None and offload_param.device is OffloadDeviceEnum.cpu:
-        yield "zero_optimization.offload_param has no effect below stage 3: parameters stay on the device."
-    if config.disable_python_gc:
-        yield "disable_python_gc has no effect here. Call gc.disable() in the training script."
-    checkpointing = config.activation_checkpointing
-    switches = ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing")
-    on = [name for name in switches if getattr(checkpointing, name)]
-    if on:
-        yield (
-            f"activation_checkpointing.{', '.join(on)} has an effect only in a model that calls "
-            "deepspeed.checkpointing; torch.utils.checkpoint does not read it."
         )

@@ -192,6 +192,10 @@ def test_comment_keys_are_skipped_at_every_level():
 def test_keys_without_effect_are_told_in_one_sentence_each():
     made = config(
         disable_python_gc=True,
+        wall_clock_breakdown=True,
+        prescale_gradients=True,
+        gradient_predivide_factor=2.0,
+        log_level="info",
         activation_checkpointing={"partition_activations": True},
         zero_optimization={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     )
@@ -199,6 +203,10 @@ def test_keys_without_effect_are_told_in_one_sentence_each():
         "zero_optimization.offload_optimizer",
         "zero_optimization.offload_param",
         "disable_python_gc",
+        "wall_clock_breakdown",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "log_level",
         "activation_checkpointing.partition_activations",
     ):
         assert sum(notice.startswith(key) for notice in made.notices) == 1
