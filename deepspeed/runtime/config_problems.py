@@ -109,7 +109,7 @@ def _constraint(item: Mapping[str, Any]) -> str:
         return str(context["constraint"])
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
-        return f"a number {sign} {context[name]:g}"
+        return f"a number {sign} {float(context[name]):g}"
     if kind in ("enum", "literal_error"):
         return f"one of {context['expected']}"
     return _CONSTRAINTS.get(kind) or _CONSTRAINTS.get(kind.partition("_")[0]) or item["msg"]

@@ -81,7 +81,7 @@ class Stage3Keys(Section):
     stage3_model_persistence_threshold: NonNegativeNumber = float(2**63 - 1)
     stage3_max_live_parameters: NonNegativeNumber = 1e9
     stage3_max_reuse_distance: NonNegativeNumber = 1e9
-    stage3_module_granularity_threshold: NonNegativeNumber = 0
+    stage3_module_granularity_threshold: NonNegativeNumber = 0.0
     leaf_module: dict[str, Any] | None = None
 
 

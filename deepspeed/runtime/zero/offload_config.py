@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from deepspeed.runtime.config_base import Count, NonNegativeNumber, Section
+from deepspeed.runtime.config_base import Count, NonNegativeNumber, Section, expected
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -28,11 +28,14 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def _lower_case(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) and not isinstance(value, Enum) else value
+def _device(value: Any) -> OffloadDeviceEnum:
+    name = value.value if isinstance(value, OffloadDeviceEnum) else str(value).lower()
+    if value is None or name not in OffloadDeviceEnum.__members__:
+        raise expected('"none" or "cpu"', "The states of the optimizer live on the device or on the host.")
+    return OffloadDeviceEnum(name)
 
 
-OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_lower_case)]
+OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
 
 
 class OffloadTarget(Section):

@@ -82,7 +82,7 @@ def test_a_stage_that_does_not_exist_is_named(stage):
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
-            "zero_optimization.offload_optimizer.device: expected one of 'none', 'cpu'",
+            'zero_optimization.offload_optimizer.device: expected "none" or "cpu", got \'disk\'',
         ),
         ({"zero_optimization": 2}, "zero_optimization: expected a JSON object, got 2"),
         ({"fp16": {"initial_scale_power": 400}}, "fp16.initial_scale_power: expected a number <= 127"),
