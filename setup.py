@@ -1,7 +1,7 @@
 """Build script: everything static is in pyproject.toml; here only what depends on the environment.
 
-DS_BUILD_CPU_ADAM=1 compiles the CPU Adam op at install. That needs torch in the build environment, so it goes with
-``pip install --no-build-isolation``. Without it, the op compiles at first use.
+DS_BUILD_CPU_ADAM=1 compiles the CPU Adam op at install. That needs torch in the build environment, so it goes
+with ``pip install --no-build-isolation``. Without it, the op compiles at first use.
 """
 
 import os

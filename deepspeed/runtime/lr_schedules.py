@@ -1,9 +1,10 @@
 """Learning-rate schedules named in DeepSpeed configurations.
 
-A schedule writes ``group["lr"]`` of live parameter groups; it never copies or replaces a group. One ``step()`` is one
-optimizer step; ``last_batch_iteration`` counts them from 0 and is the whole state.
+A schedule writes ``group["lr"]`` of live parameter groups; it never copies or replaces a group. One
+``step()`` is one optimizer step; ``last_batch_iteration`` counts them from 0 and is the whole state.
 
-Source: parameters and values of DeepSpeed 0.19.8, observed step by step; tests/unit/data/lr_schedules.json holds them.
+Source: parameters and values of DeepSpeed 0.19.8, observed step by step; tests/unit/data/lr_schedules.json
+    holds them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 def _per_group(value: float | Sequence[float], count: int, name: str) -> list[float]:
     """Return one number per parameter group from a number or a sequence of them."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
         raise ValueError(f"{name}: expected 1 value per parameter group ({count}), got {len(values)}.")
     for number in values:
@@ -49,7 +50,8 @@ def _per_group(value: float | Sequence[float], count: int, name: str) -> list[fl
 class _Schedule:
     """What the schedules share: counting steps, writing rates, saving the counter.
 
-    Subclasses compute rates from ``last_batch_iteration`` in ``get_lr`` and call ``_start`` at the end of construction.
+    Subclasses compute rates from ``last_batch_iteration`` in ``get_lr`` and call ``_start`` at the end of
+    construction.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -88,7 +90,7 @@ class _Schedule:
         self.last_batch_iteration = sd["last_batch_iteration"]
 
     def _write(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates):
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -99,7 +101,13 @@ class _Schedule:
 class LRRangeTest(_Schedule):
     """Raise the rate from a minimum without end, to find the largest that trains.
 
-    Rate: ``min_lr * (1 + step_rate * t)`` with ``t`` the number of finished intervals, fractional unless staircase.
+    Args:
+        optimizer: What to schedule.
+        lr_range_test_min_lr: First rate, or one for each parameter group.
+        lr_range_test_step_size: Iterations of an interval.
+        lr_range_test_step_rate: What an interval adds, in first rates.
+        lr_range_test_staircase: Whether the rate grows at the end of an interval only.
+        last_batch_iteration: Iterations done before, less 1.
     """
 
     def __init__(
@@ -111,7 +119,6 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Args: lr_range_test_step_size: iterations an interval; lr_range_test_step_rate: growth an interval."""
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = _per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
         self.step_size = lr_range_test_step_size
@@ -132,8 +139,22 @@ class LRRangeTest(_Schedule):
 class OneCycle(_Schedule):
     """One rise and fall of the rate, mirrored in Adam's first beta, then an optional decay of both.
 
-    Stairs quantise the rise or the fall into equal treads. Without ``decay_step_size`` nothing decays after the cycle.
     Momentum is cycled only when the optimizer has betas; its second beta is then 0.99, as in DeepSpeed.
+
+    Args:
+        optimizer: What to schedule.
+        cycle_min_lr, cycle_max_lr: Rates at the ends and at the top, or one for each parameter group.
+        decay_lr_rate, decay_mom_rate: After the cycle, what a decay step adds to the divisor of the rate and
+        to the
+            factor of the momentum.
+        cycle_first_step_size, cycle_second_step_size: Iterations of the rise and of the fall (as the rise if
+        None). cycle_first_stair_count, cycle_second_stair_count: Treads of the rise and of the fall (as the
+        rise if None);
+            0 for a ramp.
+        decay_step_size: Iterations of a decay step; 0 for no decay.
+        cycle_momentum: Whether the momentum is cycled.
+        cycle_min_mom, cycle_max_mom: Momenta at the top and at the ends.
+        last_batch_iteration: Iterations done before, less 1.
     """
 
     def __init__(
@@ -153,7 +174,6 @@ class OneCycle(_Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Args: sizes in iterations; rates and momenta at the ends of the cycle; decay rates per decay step."""
         super().__init__(optimizer, last_batch_iteration)
         groups = len(optimizer.param_groups)
         self.min_lrs = _per_group(cycle_min_lr, groups, "cycle_min_lr")
@@ -175,7 +195,7 @@ class OneCycle(_Schedule):
         if "betas" in getattr(self.optimizer, "defaults", {}):
             return True
         logger.warning(
-            "scheduler.params.cycle_momentum: expected an optimizer with betas, got %s. Its momentum stays as it is.",
+            "scheduler.params.cycle_momentum: expected an optimizer with betas, got %s. Its momentum stays.",
             type(self.optimizer).__name__,
         )
         return False
@@ -187,7 +207,7 @@ class OneCycle(_Schedule):
             self._write_momentum([self.moms[0]] * len(self.min_lrs))
 
     def _write_momentum(self, momenta: Sequence[float]) -> None:
-        for group, momentum in zip(self.optimizer.param_groups, momenta):
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, 0.99)
 
     def _height(self) -> float:
@@ -211,7 +231,7 @@ class OneCycle(_Schedule):
         """Return the rates of the current iteration."""
         if self._in_cycle():
             height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         decay = 1 + self.decay[1] * self._decay_intervals()
         return [low / decay for low in self.min_lrs]
 
@@ -250,7 +270,19 @@ def _warmup_curve(warmup_type: str, warmup_num_steps: int) -> Callable[[int], fl
 
 
 class WarmupLR(_Schedule):
-    """Raise the rate from a minimum to a maximum, logarithmically or linearly, then hold it."""
+    """Raise the rate from a minimum to a maximum, logarithmically or linearly, then hold it.
+
+    Args:
+        optimizer: What to schedule.
+        warmup_min_lr: First rate, or one for each parameter group.
+        warmup_max_lr: Last rate, or one for each parameter group; None for each group's own rate.
+        warmup_num_steps: Iterations of the rise; at least 2 are made.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: Iterations done before, less 1.
+
+    Raises:
+        ValueError: warmup_num_steps is no positive integer, or a sequence does not fit the parameter groups.
+    """
 
     def __init__(
         self,
@@ -261,7 +293,6 @@ class WarmupLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Args: warmup_max_lr: None for each group's own rate; warmup_num_steps: at least 2 are made; warmup_type: "log" or "linear"."""
         super().__init__(optimizer, last_batch_iteration)
         groups = optimizer.param_groups
         if warmup_max_lr is None:
@@ -276,7 +307,7 @@ class WarmupLR(_Schedule):
     def get_lr(self) -> list[float]:
         """Return the rates of the current iteration; before the first, the minimum."""
         gamma = self._gamma() if self.last_batch_iteration >= 0 else 0.0
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _gamma(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
@@ -288,7 +319,16 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, then a straight line down to the minimum at ``total_num_steps``."""
+    """``WarmupLR``, then a straight line down to the minimum.
+
+    Args:
+        optimizer: What to schedule.
+        total_num_steps: Iteration at which the minimum is reached.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: As ``WarmupLR``.
+
+    Raises:
+        ValueError: As ``WarmupLR``.
+    """
 
     def __init__(
         self,
@@ -300,7 +340,6 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Args: total_num_steps: iterations of the whole training; the others as ``WarmupLR``."""
         self.total_num_steps = total_num_steps
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
@@ -313,7 +352,17 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Warm-up, then half a cosine down; both as ratios of each group's own rate at construction."""
+    """Warm-up, then half a cosine down; both as ratios of each group's own rate at construction.
+
+    Args:
+        optimizer: What to schedule.
+        total_num_steps: Iteration at which the last ratio is reached.
+        warmup_min_ratio, cos_min_ratio: First and last ratio.
+        warmup_num_steps, warmup_type, last_batch_iteration: As ``WarmupLR``.
+
+    Raises:
+        ValueError: As ``WarmupLR``.
+    """
 
     def __init__(
         self,
@@ -325,7 +374,6 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Args: warmup_min_ratio, cos_min_ratio: ratios at the start and the end; the others as ``WarmupDecayLR``."""
         super().__init__(optimizer, last_batch_iteration)
         self._curve = _warmup_curve(warmup_type, warmup_num_steps)
         self.total_num_steps = total_num_steps
@@ -357,7 +405,8 @@ class WarmupCosineLR(_Schedule):
 def _warn_short_total(total_num_steps: int, warmup_num_steps: int) -> None:
     if total_num_steps < warmup_num_steps:
         logger.warning(
-            "total_num_steps: expected at least warmup_num_steps (%s), got %s. The rate drops to its minimum after warm-up.",
+            "total_num_steps: expected at least warmup_num_steps (%s), got %s. "
+            "The rate drops to its minimum after warm-up.",
             warmup_num_steps,
             total_num_steps,
         )
@@ -369,7 +418,8 @@ def build_lr_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> 
     Args:
         name: One of VALID_LR_SCHEDULES or a class of torch.optim.lr_scheduler.
         params: Keyword arguments of its constructor.
-        optimizer: What it schedules: an object with live ``param_groups``; torch's classes need a torch Optimizer.
+        optimizer: What it schedules: an object with live ``param_groups``; torch's classes need a torch
+            Optimizer.
 
     Raises:
         ValueError: No optimizer, an unknown name, an unknown or a missing parameter.
@@ -379,22 +429,28 @@ def build_lr_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> 
             f"scheduler.type: expected an optimizer for {name} to schedule, got none. "
             "Add an optimizer section to the configuration or pass optimizer= to initialize."
         )
-    cls = globals()[name] if name in VALID_LR_SCHEDULES else getattr(torch.optim.lr_scheduler, name, None)
-    if not inspect.isclass(cls):
+    own = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+    cls: Any = own.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(cls, type):
         raise ValueError(
-            f"scheduler.type: expected one of {', '.join(VALID_LR_SCHEDULES)} or a class of torch.optim.lr_scheduler, "
-            f"got {name!r}."
+            f"scheduler.type: expected one of {', '.join(VALID_LR_SCHEDULES)} or a class of "
+            f"torch.optim.lr_scheduler, got {name!r}."
         )
     _check_params(cls, params)
-    return cls(optimizer, **params)
+    schedule: Any = cls
+    return schedule(optimizer, **params)
 
 
-def _check_params(cls: type, params: Mapping[str, Any]) -> None:
+def _check_params(cls: type[Any], params: Mapping[str, Any]) -> None:
     known = list(inspect.signature(cls).parameters.values())[1:]
     names = [parameter.name for parameter in known]
     for key in params:
         if key not in names:
-            raise ValueError(f"scheduler.params.{key}: expected one of {', '.join(names)}, got an unknown key.")
+            raise ValueError(
+                f"scheduler.params.{key}: expected one of {', '.join(names)}, got an unknown key."
+            )
     for parameter in known:
         if parameter.default is parameter.empty and parameter.name not in params:
-            raise ValueError(f"scheduler.params.{parameter.name}: expected a value for {cls.__name__}, got none.")
+            raise ValueError(
+                f"scheduler.params.{parameter.name}: expected a value for {cls.__name__}, got none."
+            )

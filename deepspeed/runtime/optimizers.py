@@ -1,8 +1,8 @@
 """Optimizers by name, and the check that an optimizer may run on a shard.
 
-ZeRO hands an optimizer one flat shard per group. Elementwise rules (Adam, SGD, Lion, ...) give the same weights there
-as on whole parameters; rules that look at a matrix, at a layer's norm or at all parameters together do not, and are
-refused with their reason.
+ZeRO hands an optimizer one flat shard per group. Elementwise rules (Adam, SGD, Lion, ...) give the same
+weights there as on whole parameters; rules that look at a matrix, at a layer's norm or at all parameters
+together do not, and are refused with their reason.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def check_client_optimizer(optimizer: Any, config: DeepSpeedConfig) -> None:
         ValueError: It is no optimizer, or needs whole matrices.
     """
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
+        named = config.optimizer.type if config.optimizer else "absent"
         raise ValueError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__} without step() and "
-            "param_groups. A placeholder of an integration stands for the configuration's optimizer: name one there "
-            f"(optimizer.type is {config.optimizer.type if config.optimizer else 'absent'}) and pass optimizer=None."
+            "param_groups. A placeholder of an integration stands for the configuration's optimizer: "
+            f"name one there (optimizer.type is {named}) and pass optimizer=None."
         )
     check_elementwise(optimizer)
 
@@ -88,8 +89,8 @@ def build_optimizer(
 
     Args:
         name: `optimizer.type`: Adam, AdamW, Adagrad, Lion or any class of torch.optim, in any letter case.
-        params_dict: `optimizer.params`, the constructor's keyword arguments. For Adam and AdamW also `torch_adam`
-            (torch's own class) and `adam_w_mode` (for Adam: decoupled decay, true unless given).
+        params_dict: `optimizer.params`, the constructor's keyword arguments. For Adam and AdamW also
+            `torch_adam` (torch's own class) and `adam_w_mode` (for Adam: decoupled decay, true unless given).
         param_groups: Parameters or groups; group dicts are kept, not copied.
         offload: Whether it will run on host shards.
         zero_enabled: Whether it will run on shards at all.
@@ -98,8 +99,8 @@ def build_optimizer(
         ValueError: An unknown name or parameter, or an optimizer that needs whole matrices.
         NotImplementedError: An optimizer that DeepSpeed has and this package has not.
 
-    Source: names, defaults and the choice of class of DeepSpeed 0.19.8; weight decay is 0 unless given, torch's own
-        default with `torch_adam`.
+    Source: names, defaults and the choice of class of DeepSpeed 0.19.8; weight decay is 0 unless given,
+        torch's own default with `torch_adam`.
     """
     params = dict(params_dict)
     cls = _optimizer_class(name, params, offload, zero_enabled)
@@ -108,7 +109,7 @@ def build_optimizer(
 
 
 def _optimizer_class(name: str, params: dict[str, Any], offload: bool, zero_enabled: bool) -> type:
-    """Return the class for a name; takes its switches out of ``params`` and adds what they mean to the class."""
+    """Return the class for a name; rewrites switches in ``params`` into arguments of that class."""
     lowered = name.lower()
     if lowered in _ADAM_NAMES:
         return _adam_class(lowered, params, offload)
@@ -147,7 +148,9 @@ def _torch_classes() -> dict[str, type]:
     return {
         name.lower(): cls
         for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        if inspect.isclass(cls)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
     }
 
 
@@ -155,15 +158,18 @@ def _check_params(cls: type, params: Mapping[str, Any]) -> None:
     known = list(inspect.signature(cls).parameters)[1:]
     for key in params:
         if key in _REFUSED_PARAMS:
-            raise ValueError(f"optimizer.params.{key}: expected no such key, got {params[key]!r}. {_REFUSED_PARAMS[key]}")
+            raise ValueError(
+                f"optimizer.params.{key}: expected no such key, got {params[key]!r}. {_REFUSED_PARAMS[key]}"
+            )
         if key not in known:
             raise ValueError(
-                f"optimizer.params.{key}: expected one of {', '.join(known)}, got an unknown key for {cls.__name__}."
+                f"optimizer.params.{key}: expected a parameter of {cls.__name__} ({', '.join(known)}), "
+                "got an unknown key."
             )
 
 
 def _refusal(key: str, name: str, reason: str) -> str:
     return (
-        f"{key}: expected an elementwise optimizer, got {name}: {reason}, and ZeRO gives it flat shards of them. "
+        f"{key}: expected an elementwise optimizer, got {name}: {reason}, and ZeRO gives it flat shards. "
         "Use Adam, AdamW, Adagrad, Lion, SGD or another elementwise optimizer."
     )

@@ -1,6 +1,7 @@
 """Loss scaling for fp16: gradients too small for half precision are multiplied up before backward.
 
-Pure Python: every rank feeds the same overflow decision, so every rank holds the same scale without communication.
+Pure Python: every rank feeds the same overflow decision, so every rank holds the same scale without
+communication.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ __all__ = ["DynamicLossScaler", "LossScaler", "LossScalerBase", "ScaleRules", "c
 
 
 class LossScalerBase:
-    """A factor on the loss. ``dynamic`` says whether it follows overflows."""
+    """A factor on the loss. ``dynamic`` says whether it follows overflows.
+
+    Args:
+        scale: The factor at the start.
+    """
 
     dynamic = False
 
     def __init__(self, scale: float) -> None:
-        """Args: scale: the factor at the start."""
         self.cur_scale = float(scale)
 
     @property
@@ -30,7 +34,11 @@ class LossScalerBase:
         return self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step. Args: overflow: whether its gradients were not finite; the same on every rank."""
+        """Take note of a step.
+
+        Args:
+            overflow: Whether its gradients were not finite; the same on every rank.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers."""
@@ -49,7 +57,8 @@ class LossScaler(LossScalerBase):
 class ScaleRules:
     """How a dynamic scale moves.
 
-    window: clean steps in a row before it doubles. min_scale: its floor. hysteresis: overflows in a row of windows
+    window: clean steps in a row before it doubles. min_scale: its floor. hysteresis: overflows in a row of
+        windows
     before it halves. consecutive_hysteresis: a clean step refills the hysteresis, instead of a full window.
     raise_error_at_min_scale: an overflow at the floor ends training instead of being skipped for ever.
     """
@@ -64,13 +73,16 @@ class ScaleRules:
 class DynamicLossScaler(LossScalerBase):
     """A factor that halves on overflow and doubles after a window of clean steps.
 
+    Args:
+        init_scale: The factor at the start.
+        rules: How it moves; by default as DeepSpeed's.
+
     Source: the sequences of scales of DeepSpeed 0.19.8's DynamicLossScaler, observed step by step.
     """
 
     dynamic = True
 
     def __init__(self, init_scale: float, rules: ScaleRules | None = None) -> None:
-        """Args: init_scale: the factor at the start; rules: how it moves, by default as DeepSpeed's."""
         super().__init__(init_scale)
         self.rules = rules or ScaleRules()
         self.cur_iter = 0
@@ -126,13 +138,14 @@ class DynamicLossScaler(LossScalerBase):
         log_dist(f"OVERFLOW: step skipped, loss scale {old:g} -> {self.cur_scale:g}", ranks=[0])
 
     def _at_floor(self) -> None:
-        if self.rules.raise_error_at_min_scale:
-            raise RuntimeError(
-                f"fp16.min_loss_scale: expected finite gradients at the smallest loss scale ({self.cur_scale:g}), got an "
-                "overflow: the loss scale is already at minimum and cannot decrease. The model itself produces inf or "
-                "NaN in fp16: use bf16, lower the learning rate, or look for the first bad layer."
-            )
-        log_dist(f"OVERFLOW: step skipped, loss scale is at its floor, {self.cur_scale:g}", ranks=[0])
+        if not self.rules.raise_error_at_min_scale:
+            log_dist(f"OVERFLOW: step skipped, loss scale is at its floor, {self.cur_scale:g}", ranks=[0])
+            return
+        raise RuntimeError(
+            f"fp16.min_loss_scale: expected finite gradients at the smallest loss scale, {self.cur_scale:g}, "
+            "got an overflow: the loss scale is already at minimum and cannot decrease. The model itself "
+            "produces inf or NaN in fp16: use bf16, lower the learning rate, or look for the first bad layer."
+        )
 
     def _grow_if_due(self) -> None:
         clean = self.cur_iter - self.last_overflow_iter - 1
@@ -142,7 +155,9 @@ class DynamicLossScaler(LossScalerBase):
         if due:
             old = self.cur_scale
             self.cur_scale = old * 2.0
-            log_dist(f"loss scale {old:g} -> {self.cur_scale:g} after {self.rules.window} clean steps", ranks=[0])
+            log_dist(
+                f"loss scale {old:g} -> {self.cur_scale:g} after {self.rules.window} clean steps", ranks=[0]
+            )
 
 
 def create_loss_scaler(fp16: FP16Config | None) -> LossScalerBase:

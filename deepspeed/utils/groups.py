@@ -1,4 +1,4 @@
-"""Process groups by role. Data parallelism over all ranks is the only role here; each other role has world size 1.
+"""Process groups by role. Data parallelism over all ranks is the only one; any other role has world size 1.
 
 Source: function names of DeepSpeed 0.19.8's deepspeed.utils.groups; a group of None is torch's default group.
 """

@@ -31,7 +31,7 @@ class _CurrentStdout(logging.StreamHandler):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):  # type: ignore[override,no-untyped-def]
+    def stream(self):  # type: ignore[no-untyped-def]
         return sys.stdout
 
 

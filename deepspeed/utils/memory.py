@@ -26,8 +26,9 @@ _GIB = 2**30
 class MemoryReport:
     """Bytes held now, except the two peaks, which cover the life of the process.
 
-    rss_nbytes, peak_rss_nbytes: this process. tree_pss_nbytes: this process and every descendant, shared pages divided
-    among those that share them. machine_used_nbytes, machine_total_nbytes: the whole machine. device_nbytes,
+    rss_nbytes, peak_rss_nbytes: this process. tree_pss_nbytes: this process and every descendant, shared
+    pages divided among those that share them. machine_used_nbytes, machine_total_nbytes: the whole machine.
+    device_nbytes,
     peak_device_nbytes: tensors on the current CUDA device, 0 without one.
     """
 
@@ -47,7 +48,9 @@ class MemoryReport:
             f"machine {self.machine_used_nbytes / _GIB:.2f} of {self.machine_total_nbytes / _GIB:.2f} GiB",
         ]
         if self.peak_device_nbytes:
-            parts.append(f"device {self.device_nbytes / _GIB:.2f} GiB (peak {self.peak_device_nbytes / _GIB:.2f})")
+            parts.append(
+                f"device {self.device_nbytes / _GIB:.2f} GiB (peak {self.peak_device_nbytes / _GIB:.2f})"
+            )
         return ", ".join(parts)
 
 

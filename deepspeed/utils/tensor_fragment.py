@@ -1,8 +1,8 @@
 """Reading and writing what ZeRO keeps of one parameter: fp32 master, reduced gradient, optimizer state.
 
-A parameter under ZeRO carries ``_ds_accessor``, a weak reference to the optimizer's accessor. Without one, or once the
-optimizer is gone, getters return None. Getters are collective: every rank calls them for the same parameters in the
-same order. Setters take the whole value on every rank.
+A parameter under ZeRO carries ``_ds_accessor``, a weak reference to the optimizer's accessor. Without one, or
+once the optimizer is gone, getters return None. Getters are collective: every rank calls them for the same
+parameters in the same order. Setters take the whole value on every rank.
 """
 
 from __future__ import annotations
@@ -94,11 +94,16 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrite the reduced gradient of a parameter before ``step()``; args and errors as ``safe_set_full_fp32_param``."""
+    """Overwrite the reduced gradient of a parameter before ``step()``.
+
+    Args and errors as ``safe_set_full_fp32_param``.
+    """
     _accessor_for_writing(param, value).set_full_grad(param, value)
 
 
-def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(
+    param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Overwrite optimizer state of a parameter; args and errors as ``safe_set_full_fp32_param``."""
     _accessor_for_writing(param, value).set_full_optimizer_state(param, value, optim_state_key)
 
@@ -128,10 +133,14 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     _refuse_local("safe_set_local_grad", "safe_set_full_grad")
 
 
-def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(
+    param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Refuse: only ZeRO-3 partitions state parameter by parameter."""
     _refuse_local("safe_set_local_optimizer_state", "safe_set_full_optimizer_state")
 
 
 def _refuse_local(name: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"{name}: expected a parameter partitioned by ZeRO-3, got one that is not. Use {instead}.")
+    raise NotImplementedError(
+        f"{name}: expected a parameter partitioned by ZeRO-3, got one that is not. Use {instead}."
+    )

@@ -1,4 +1,7 @@
-"""Marking modules that ZeRO-3 must fetch whole. Clients mark at any stage; below stage 3 the mark changes nothing."""
+"""Marking modules that ZeRO-3 must fetch whole. Clients mark at any stage.
+
+Below stage 3 the mark changes nothing.
+"""
 
 from __future__ import annotations
 

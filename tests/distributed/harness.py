@@ -1,7 +1,8 @@
 """Runs a function on N gloo ranks, each its own process, with a time limit.
 
-Ranks are forked from a server process that imported torch once and has no threads and no process group, so a world of
-3 starts in tenths of a second. The parent holds the rendezvous store: no port is picked before it is bound.
+Ranks are forked from a server process that imported torch once and has no threads and no process group, so a
+world of 3 starts in tenths of a second. The parent holds the rendezvous store: no port is picked before it is
+bound.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_GRACE_S = 10.0  # for the other ranks, once one has failed: long enough to raise by themselves, short if they hang
+_GRACE_S = (
+    10.0  # for the other ranks, once one has failed: long enough to raise by themselves, short if they hang
+)
 _LOG_TAIL_CHARS = 4000
 
 
@@ -72,10 +76,12 @@ def run_distributed(
         args: Picklable arguments, the same on every rank.
         timeout_s: After this many seconds every rank is killed, and the failure shows where each one stood.
         env: Extra environment of the ranks.
-        process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all the same.
+        process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all
+            the same.
 
     Raises:
-        AssertionError: A rank failed, died or hung; the message holds the traceback and the log of every such rank.
+        AssertionError: A rank failed, died or hung; the message holds the traceback and the log of every such
+            rank.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
@@ -95,7 +101,8 @@ def run_distributed(
         if failed:
             names = ", ".join(str(rank.index) for rank in failed)
             raise AssertionError(
-                f"{fn.__name__}: ranks {names} of {world} failed\n" + "\n".join(rank.describe() for rank in failed)
+                f"{fn.__name__}: ranks {names} of {world} failed\n"
+                + "\n".join(rank.describe() for rank in failed)
             )
     return [rank.result for rank in ranks]
 
@@ -134,7 +141,7 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> None:
 def _receive(rank: _Rank) -> None:
     rank.open = False
     try:
-        rank.result, rank.error = rank.pipe.recv()
+        rank.result, rank.error = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         rank.process.join()
         rank.error = f"died with exit code {rank.process.exitcode}"
@@ -145,8 +152,8 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
     log = os.open(job.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
     os.environ.update(
         RANK=str(job.rank),
@@ -166,7 +173,8 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
         result, error = fn(*args), None
     except BaseException:
         result, error = None, traceback.format_exc()
-    pipe.send((result, error))
+    # Not pipe.send: it shares a tensor's storage through this process, which ends.
+    pipe.send_bytes(pickle.dumps((result, error)))
     if error is None and dist.is_initialized():
         dist.barrier()  # nobody leaves while another rank still talks to it
     os._exit(0 if error is None else 1)

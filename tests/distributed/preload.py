@@ -1,4 +1,7 @@
-"""What the rank server imports once for all ranks; the package has no import-time side effects, so forking after it is safe."""
+"""What the rank server imports once for all ranks.
+
+The package has no import-time side effects, so forking after it is safe.
+"""
 
 import contextlib
 

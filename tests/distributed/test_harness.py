@@ -55,7 +55,9 @@ def test_a_dead_rank_is_reported_with_its_exit_code():
 
 
 def test_a_hang_ends_at_the_limit_and_shows_where_it_stood():
-    with pytest.raises(AssertionError, match=r"(?s)ranks 1 of 2 failed.*did not finish in time.*_hang_on_rank_1"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)ranks 1 of 2 failed.*did not finish in time.*_hang_on_rank_1"
+    ):
         run_distributed(2, _hang_on_rank_1, timeout_s=5)
 
 

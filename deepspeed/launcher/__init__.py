@@ -1,0 +1,1 @@
+"""The ``deepspeed`` command: one node, on torch.distributed's elastic agent."""

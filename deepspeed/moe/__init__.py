@@ -1,0 +1,1 @@
+"""Mixture of experts with expert parallelism, which is not here."""

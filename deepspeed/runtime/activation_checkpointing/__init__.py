@@ -1,0 +1,1 @@
+"""Activation checkpointing on top of torch.utils.checkpoint."""

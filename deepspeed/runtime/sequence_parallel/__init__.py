@@ -1,0 +1,1 @@
+"""Sequence parallelism, which is not here."""
