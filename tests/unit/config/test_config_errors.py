@@ -27,8 +27,8 @@ def message(**keys):
             "offload_optimizer",
             "zero_optimization.offload_optimizer",
         ),
-        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms", "optimizer.params"),
-        ({"flops_profiler": {"enabeld": True}}, "flops_profiler.enabeld", "flops_profiler.enabled"),
+        ({"optimizer": {"type": "Adam", "paramz": {}}}, "optimizer.paramz", "optimizer.params"),
+        ({"flops_profiler": {"enabledd": True}}, "flops_profiler.enabledd", "flops_profiler.enabled"),
         (
             {"zero_optimization": {"reduce_bucket_numel": 5}},
             "zero_optimization.reduce_bucket_numel",
