@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
@@ -45,6 +45,18 @@ class DeepSpeedDataLoader:
     Every pass shuffles anew, alike on all ranks. Batches are loaded in the training process unless workers
     are asked for; workers never start by fork, because a forked child would keep the parent's old pages
     alive: up to 18 host bytes a parameter (DeepSpeed issue 7693).
+
+    Args:
+        dataset: Map-style, or iterable (which splits itself over ranks).
+        batch_size: Samples a batch on this rank.
+        data_parallel_rank: Which part is this rank's.
+        data_parallel_world_size: How many parts there are.
+        collate_fn: Makes a batch of samples; torch's by default.
+        drop_last: Leave out what does not fill a batch, or does not divide over the ranks. Otherwise the last
+            batch is short, and samples are repeated to divide.
+        options: More of torch's DataLoader. ``sampler`` replaces the distributed one; ``shuffle`` False makes
+            that keep the order; ``num_workers`` start with "forkserver" at the first batch unless
+            ``multiprocessing_context`` says otherwise.
     """
 
     def __init__(
@@ -56,51 +68,21 @@ class DeepSpeedDataLoader:
         data_parallel_world_size: int = 1,
         collate_fn: Callable[..., Any] | None = None,
         drop_last: bool = False,
-        shuffle: bool = True,
-        seed: int = 0,
-        data_sampler: Sampler[Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        **options: Any,
     ) -> None:
-        """Set the loader up; nothing is read yet.
-
-        Args:
-            dataset: Map-style, or iterable (which splits itself over ranks).
-            batch_size: Samples a batch on this rank.
-            data_parallel_rank: Which part is this rank's.
-            data_parallel_world_size: How many parts there are.
-            collate_fn: Makes a batch of samples; torch's by default.
-            drop_last: Leave out a short last batch. Otherwise it is shorter, or padded by repetition to be
-                even over ranks.
-            shuffle: Whether the sampler shuffles.
-            seed: Of the shuffle; the same on every rank.
-            data_sampler: Use this instead.
-            num_workers: Loader processes of this rank, started with "forkserver" at the first batch.
-            pin_memory: Copy batches into page-locked memory.
-        """
         self.dataset = dataset
         self.batch_size = batch_size
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(
-                dataset,
-                data_parallel_world_size,
-                data_parallel_rank,
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
+        shuffle = options.pop("shuffle", True)
+        if "sampler" not in options and not isinstance(dataset, IterableDataset):
+            options["sampler"] = DistributedSampler(
+                dataset, data_parallel_world_size, data_parallel_rank, shuffle=shuffle, drop_last=drop_last
             )
-        self.data_sampler = data_sampler
+        if options.get("num_workers", 0) > 0:
+            options = {"multiprocessing_context": "forkserver", "persistent_workers": True, **options}
+        self.data_sampler = options.get("sampler")
         self._epoch = 0
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            multiprocessing_context="forkserver" if num_workers > 0 else None,
-            persistent_workers=num_workers > 0,
+            dataset, batch_size=batch_size, collate_fn=collate_fn, drop_last=drop_last, **options
         )
         self._batches: Iterator[Any] | None = None
 

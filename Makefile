@@ -1,0 +1,45 @@
+# Everything below runs in a virtual environment of its own, made on demand. Needed before: python3 (3.10 or newer), g++, make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Installed first and exactly as pinned, so that a build of it on disk is taken, whatever else would ask for torch.
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+.PHONY: demo test check bench format clean
+
+demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
+	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## formatting, lint, types, spelling, size limits
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/codespell
+	$(BIN)/python -m pytest -q tests/unit/test_style.py tests/unit/test_layers.py
+
+bench: $(INSTALLED)  ## every benchmark, one after the other
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+format: $(INSTALLED)  ## rewrite sources as check wants them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml setup.py deepspeed/version.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "PYTHON: expected Python 3.10 or newer, got $$($(PYTHON) --version 2>&1). Run: make PYTHON=python3.11 ..."; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++: expected a C++ compiler, got none. Install it (apt-get install g++)."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	touch $@
