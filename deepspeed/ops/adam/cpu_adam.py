@@ -33,6 +33,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
     There is no native object behind an instance, so there is nothing to free. Parameter groups are kept as
     the caller's own dict objects and read at each step; keys that torch's optimizers add are accepted.
 
+    `num_threads` is how many threads a step uses; it may be set.
+
     Args:
         model_params: parameters or groups of them; contiguous, and on the host when `step` is called. lr:
         learning rate. bias_correction: correct the moments for their start at zero. betas: decay rates of the
@@ -75,7 +77,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         self.fp32_optimizer_states = fp32_optimizer_states
         super().__init__(model_params, defaults)
         self._op: ModuleType = CPUAdamBuilder().load()
-        self._threads = host_threads()
+        self.num_threads = host_threads()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies and pickles keep: all but the op, which each process loads for itself."""
@@ -207,7 +209,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             self.adam_w_mode,
             bool(group["bias_correction"]),
             grad_scale,
-            self._threads,
+            self.num_threads,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

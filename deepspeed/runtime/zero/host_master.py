@@ -27,12 +27,14 @@ class HostSettings:
 
     Args:
         grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive in.
-        num_threads: threads of the host kernels.
+        grad_threads: threads that store and add gradients, beside the backward pass.
+        step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
     """
 
     grad_dtype: torch.dtype
-    num_threads: int
+    grad_threads: int
+    step_threads: int
     ledger: Ledger
 
 
@@ -98,6 +100,7 @@ class HostMaster:
         for group, options in zip(self._groups, optimizer.param_groups, strict=True):
             options["params"] = [group.param]
         if isinstance(optimizer, DeepSpeedCPUAdam):
+            optimizer.num_threads = settings.step_threads
             for index, group in enumerate(self._groups):
                 optimizer.init_state(group.param, partial(self._zeros, index))
 
@@ -145,7 +148,7 @@ class HostMaster:
         for (owner, first), piece in self._pieces.items():
             if owner == group and first < end and start < first + piece.numel:
                 run = grads[first : first + piece.numel]
-                total = self._op.sum_of_squares(run, self._settings.num_threads)
+                total = self._op.sum_of_squares(run, self._settings.grad_threads)
                 self._pieces[owner, first] = _Piece(piece.numel, total)
 
     def scale_grads(self, factor: float) -> None:
@@ -235,7 +238,7 @@ class HostMaster:
             )
             group.grads.retype(torch.float32)
         place = group.grads.tensor[start : start + piece.numel()]
-        total = self._op.accumulate(place, piece, add, self._settings.num_threads)
+        total = self._op.accumulate(place, piece, add, self._settings.grad_threads)
         self._pieces[index, start] = _Piece(piece.numel(), total)
 
     def _copy_tile(self, index: int, target: Target) -> None:

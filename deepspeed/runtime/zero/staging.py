@@ -174,7 +174,7 @@ class Downloader:
             view = slot.view(part.numel(), flat.dtype)
             with torch.cuda.stream(self._stream):
                 view.copy_(part, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event(blocking=True)
                 event.record(self._stream)
             slot.launch(event)
             yield _Arrival(first, view, slot)
@@ -265,7 +265,7 @@ class UploadPublisher:
             for target in chunk.inner.targets:
                 source = chunk.staged[target.start - chunk.start : target.end - chunk.start]
                 target.out.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
             chunk.slot.launch(event)
             self._inner.close_chunk(chunk.inner)

@@ -39,9 +39,9 @@ def test_reserved_space_costs_nothing_until_it_is_used():
     narrow = resident_nbytes() - before
     buffer.retype(torch.float32)
     wide = resident_nbytes() - before
-    # 1 MB: what the interpreter may allocate meanwhile.
-    assert abs(narrow - 2 * numel) < 1e6
-    assert abs(wide - 4 * numel) < 1e6
+    # A huge page at the border, and 1 MB that the interpreter may allocate meanwhile.
+    assert abs(narrow - 2 * numel) < 3e6
+    assert abs(wide - 4 * numel) < 3e6
 
 
 def test_memory_goes_back_when_the_last_tensor_over_it_is_gone():
