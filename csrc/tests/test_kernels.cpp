@@ -1,0 +1,184 @@
+// Every vector level of this processor against the scalar one, bit for bit, without torch or Python: for
+// sanitizers and for emulators. Arrays end where their memory ends, so that a sanitizer sees one element too
+// many.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "../adam/dispatch.h"
+
+namespace {
+
+using host_ops::Dtype;
+using host_ops::KernelTable;
+using host_ops::Stream;
+
+constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kFloat16};
+constexpr int64_t kSizes[] = {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 65, 1025, 40007, 600011};
+constexpr int64_t kAllTypesBelow = 2000;
+
+int failures = 0;
+
+size_t element_nbytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// One array of exact size, `offset` elements past its allocation's start.
+class Array {
+ public:
+    Array(int64_t numel, Dtype dtype, int64_t offset, uint32_t seed)
+        : dtype_(dtype),
+          offset_nbytes_(offset * element_nbytes(dtype)),
+          bytes_(offset_nbytes_ + numel * element_nbytes(dtype)) {
+        std::mt19937 random(seed);
+        std::normal_distribution<float> normal;
+        for (int64_t i = 0; i < numel; ++i) {
+            // Every 13th element is any bit pattern at all: denormals, infinities, NaN.
+            const uint32_t bits = random();
+            const float x = std::fabs(normal(random)) + 0.01f;
+            if (dtype == Dtype::kFloat32) {
+                put(i, i % 13 == 12 ? bits : word(x));
+            } else {
+                const uint16_t half = dtype == Dtype::kBfloat16 ? word(x) >> 16 : 0x3c00 + (bits & 0x3ff);
+                put(i, i % 13 == 12 ? static_cast<uint16_t>(bits) : half);
+            }
+        }
+    }
+    Stream stream() { return {bytes_.data() + offset_nbytes_, dtype_}; }
+    // NaN becomes one and the same: which of two NaN an operation returns is left to the compiler.
+    void unify_nan() {
+        for (size_t at = offset_nbytes_; at < bytes_.size(); at += element_nbytes(dtype_)) {
+            uint32_t bits = 0;
+            std::memcpy(&bits, &bytes_[at], element_nbytes(dtype_));
+            const uint32_t infinity = dtype_ == Dtype::kFloat32    ? 0x7f800000
+                                      : dtype_ == Dtype::kBfloat16 ? 0x7f80
+                                                                   : 0x7c00;
+            const uint32_t sign = dtype_ == Dtype::kFloat32 ? 0x80000000 : 0x8000;
+            if ((bits & ~sign) > infinity) {
+                std::memset(&bytes_[at], 0xff, element_nbytes(dtype_));
+            }
+        }
+    }
+    bool operator==(const Array& other) const { return bytes_ == other.bytes_; }
+
+ private:
+    static uint32_t word(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        return bits;
+    }
+    template <class T>
+    void put(int64_t i, T value) {
+        std::memcpy(bytes_.data() + offset_nbytes_ + i * sizeof value, &value, sizeof value);
+    }
+    Dtype dtype_;
+    size_t offset_nbytes_;
+    std::vector<unsigned char> bytes_;
+};
+
+struct Case {
+    int64_t numel;
+    Dtype master, grad, moment, out;
+    int64_t offset;
+    bool l2;
+    int threads;
+};
+
+struct Result {
+    std::vector<Array> arrays;
+    double sum_stored, sum_added, sum_read;
+
+    bool operator==(const Result& other) const {
+        return arrays == other.arrays && same(sum_stored, other.sum_stored) &&
+               same(sum_added, other.sum_added) && same(sum_read, other.sum_read);
+    }
+    static bool same(double a, double b) {
+        return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+    }
+};
+
+Result run(const KernelTable& kernels, const Case& c) {
+    Result r{{}, 0, 0, 0};
+    const Dtype dtypes[] = {c.master, c.grad, c.moment, c.moment, c.out};
+    uint32_t seed = 1;
+    for (const Dtype dtype : dtypes) {
+        r.arrays.emplace_back(c.numel, dtype, c.offset, seed++);
+    }
+    host_ops::AdamArgs args{};
+    args.master = r.arrays[0].stream();
+    args.grad = r.arrays[1].stream();
+    args.exp_avg = r.arrays[2].stream();
+    args.exp_avg_sq = r.arrays[3].stream();
+    args.out = r.arrays[4].stream();
+    args.grad_scale = 0.5f;
+    args.decay = c.l2 ? 1.0f : 0.999f;
+    args.l2 = c.l2 ? 0.1f : 0.0f;
+    args.one_minus_beta1 = 0.1f;
+    args.beta2 = 0.999f;
+    args.one_minus_beta2 = 0.001f;
+    args.neg_step_size = -0.01f;
+    args.bias_correction2_sqrt = 0.7f;
+    args.eps = 1e-8f;
+    host_ops::run_adam(kernels, args, c.numel, c.threads);
+    using host_ops::AccumulateMode;
+    const Stream dst = r.arrays[4].stream(), src = r.arrays[1].stream();
+    r.sum_added = host_ops::run_accumulate(kernels, {dst, src, AccumulateMode::kAdd}, c.numel, c.threads);
+    r.sum_read = host_ops::run_accumulate(kernels, {dst, dst, AccumulateMode::kReadOnly}, c.numel, c.threads);
+    const Stream moment = r.arrays[2].stream();
+    r.sum_stored =
+        host_ops::run_accumulate(kernels, {moment, src, AccumulateMode::kStore}, c.numel, c.threads);
+    for (Array& array : r.arrays) {
+        array.unify_nan();
+    }
+    return r;
+}
+
+void compare(const KernelTable& scalar, const KernelTable& kernels, Case c, int threads) {
+    const Result expected = run(scalar, c);
+    c.threads = threads;
+    if (!(run(kernels, c) == expected)) {
+        ++failures;
+        std::printf("%s differs: numel %lld, types %d %d %d %d, offset %lld, l2 %d, threads %d\n",
+                    kernels.name, static_cast<long long>(c.numel), static_cast<int>(c.master),
+                    static_cast<int>(c.grad), static_cast<int>(c.moment), static_cast<int>(c.out),
+                    static_cast<long long>(c.offset), c.l2, threads);
+    }
+}
+
+void check_level(const KernelTable& scalar, const KernelTable& kernels, int threads) {
+    for (const int64_t numel : kSizes) {
+        for (int types = 0; types < 81; ++types) {
+            const Case c{numel,
+                         kDtypes[types % 3],
+                         kDtypes[types / 3 % 3],
+                         kDtypes[types / 9 % 3],
+                         kDtypes[types / 27],
+                         (numel + types) % 17,
+                         types % 2 == 1,
+                         1};
+            if (numel < kAllTypesBelow || types % 20 == 3) {
+                compare(scalar, kernels, c, threads);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Argument: threads of the compared level (default 3; the scalar results come from one).
+int main(int argc, char** argv) {
+    const int threads = argc > 1 ? std::atoi(argv[1]) : 3;
+    const KernelTable* scalar = host_ops::select_kernels("scalar");
+    for (const char* level : {"scalar", "avx2", "avx512", "neon"}) {
+        const KernelTable* kernels = host_ops::select_kernels(level);
+        if (kernels != nullptr) {
+            check_level(*scalar, *kernels, threads);
+            std::printf("%s: checked\n", level);
+        }
+    }
+    std::printf("%d differences\n", failures);
+    return failures == 0 ? 0 : 1;
+}
