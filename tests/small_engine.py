@@ -1,4 +1,4 @@
-"""Small engines for tests: a model whose gradient is its input, its configuration, and what the engine logged."""
+"""Small engines for tests: a model whose gradient is its input, its configuration, and the log."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 
 class Weights(torch.nn.Module):
-    """Parameters of given numels; the loss is their product with the input, so that the input is the gradient."""
+    """Parameters of given numels; the loss is their product with the input: the input is the gradient."""
 
     def __init__(self, *numels):
         super().__init__()
@@ -41,7 +41,7 @@ CASES = [
 
 
 def ds_config(stage=2, offload=True, dtype="fp32", **keys):
-    """A configuration with plain Adam, without clipping, and in fp16 with a fixed loss scale; `keys` override the top level."""
+    """Plain Adam, no clipping, in fp16 a fixed loss scale; `keys` override the top level, None removes."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,

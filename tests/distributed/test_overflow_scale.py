@@ -39,7 +39,7 @@ def test_scale_halves_on_overflow_doubles_after_clean_steps_and_each_change_is_l
     ranks = run_distributed(2, _scales, {0, 3}, 9, {"initial_scale_power": 4})
     for rank, results in enumerate(ranks):
         for scales, log in results:
-            # Clean steps 1, 2 do not reach the window of 2 before the overflow at 3: stock's count is exclusive.
+            # Two clean steps fill the window, the third doubles the scale: stock's count is exclusive.
             assert scales == [8, 8, 8, 4, 4, 4, 8, 8, 16]
             changes = [line for line in log if "loss scale" in line and "->" in line]
             if rank == 0:
@@ -96,7 +96,7 @@ def _start_too_high():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_after_the_error_at_the_floor_a_finite_step_still_works(world):
-    """The error is for the user to act on, for example by skipping a bad sample; the engine is not left half-way."""
+    """The error is for the user to act on, say by leaving out a bad sample; the engine is not left half-way."""
     for results in run_distributed(world, _recover_after_floor, timeout_s=60.0):
         for norm, weights in results:
             assert norm == 4.0, "the gradient of the failed step is not in it"

@@ -83,7 +83,9 @@ def test_one_ranks_nonfinite_gradient_skips_the_step_on_every_rank(world):
         assert [step.applied for step in facts] == [True, False, True, False, False, True], case
         assert [step.overflow for step in facts] == [False, True, False, True, True, False], case
         assert [step.skipped for step in facts] == [0, 1, 1, 2, 3, 3], case
-        assert [step.global_steps for step in facts] == [1, 2, 3, 4, 5, 6], "attempted steps count, as in stock"
+        assert [step.global_steps for step in facts] == [1, 2, 3, 4, 5, 6], (
+            "attempted steps count, as in stock"
+        )
         assert [step.inner_step for step in facts] == [1, 1, 2, 2, 2, 3], case
         assert [math.isfinite(step.norm) for step in facts] == [step.applied for step in facts], case
         for index in bad:
@@ -114,7 +116,9 @@ def test_when_every_step_is_bad_nothing_moves_and_each_skip_is_logged_with_its_c
         assert [step.skipped for step in facts] == [1, 2, 3], case
         assert facts[-1].weights == [1.0] * NUMEL, case
         skips = [line for line in log if "step skipped" in line and "not finite" in line]
-        assert [line.split(";")[-1].strip() for line in skips] == [f"{n} skipped so far" for n in (1, 2, 3)], log
+        assert [line.split(";")[-1].strip() for line in skips] == [
+            f"{n} skipped so far" for n in (1, 2, 3)
+        ], log
 
 
 def _train_always_bad():
@@ -127,7 +131,10 @@ def _train_always_bad():
 
 
 def test_the_schedule_advances_only_with_the_optimizer(world):
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+    schedule = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
     bad = dict.fromkeys((0, 2, 3), math.inf)
     with_bad = _all_ranks(world, _train_each, bad, 7, {"scheduler": schedule})
     clean = _all_ranks(world, _train_each, {}, 4, {"scheduler": schedule})
