@@ -111,3 +111,7 @@ def _shared_memory() -> str:
     with contextlib.suppress(OSError):
         return f"{shutil.disk_usage('/dev/shm').total / 2**30:.2f} GiB"
     return "none"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The kernels under sanitizers, by a program of their own: csrc/tests/test_kernels.cpp, without torch or Python."""
+"""The kernels under sanitizers, as csrc/tests/test_kernels.cpp: a program without torch or Python."""
 
 import os
 import shutil
