@@ -5,6 +5,7 @@ from torch.distributed import is_initialized
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 from deepspeed.utils.memory import MemoryReport, memory_report, see_memory_usage
+from deepspeed.utils.repeating_loader import RepeatingLoader
 from deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -29,6 +30,7 @@ from deepspeed.utils.z3_leaf_module import (
 
 __all__ = [
     "MemoryReport",
+    "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
     "is_initialized",

@@ -40,6 +40,7 @@ SURFACE = {
     "_orig_torch_arange get_accelerator",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
     "TiledMLP",
+    "deepspeed.module_inject": "tp_model_init",
     "deepspeed.module_inject.layers": "GatherReplacedLayerParams",
     "deepspeed.elasticity": "compute_elastic_config",
     "deepspeed.git_version_info": "version git_hash git_branch",
@@ -156,6 +157,7 @@ def _refused():
         "UlyssesSPAttentionHF": lambda: UlyssesSPAttentionHF.register_with_transformers("model"),
         "UlyssesSPDataLoaderAdapter": lambda: UlyssesSPDataLoaderAdapter(None),
         "GatherReplacedLayerParams": lambda: GatherReplacedLayerParams([split.weight], split),
+        "tp_model_init": lambda: deepspeed.module_inject.tp_model_init(split, 2, torch.float16),
         "compute_elastic_config": lambda: importlib.import_module(
             "deepspeed.elasticity"
         ).compute_elastic_config({}, "0"),
@@ -168,6 +170,11 @@ def test_what_is_not_here_refuses_at_use_and_says_what_to_do(name):
     with pytest.raises(NotImplementedError, match=rf"{name}.*: expected .*, got .*\. \S") as caught:
         _refused()[name]()
     assert "not here" in str(caught.value)
+
+
+def test_a_tensor_parallel_size_of_1_is_the_model_itself():
+    model = torch.nn.Linear(1, 1)
+    assert deepspeed.module_inject.tp_model_init(model=model, tp_size=1, dtype=torch.float16) is model
 
 
 def test_groups_of_other_parallelisms_have_one_rank():

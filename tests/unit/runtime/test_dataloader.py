@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.utils import RepeatingLoader
 
 TEN = list(range(10))
 
