@@ -8,7 +8,9 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: demo test check bench format clean
+BENCHMARKS := $(wildcard benchmarks/host_step.py benchmarks/engine_step.py benchmarks/host_memory.py)
+
+.PHONY: demo test check bench sanitize format clean
 
 demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
 	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
@@ -25,7 +27,10 @@ check: $(INSTALLED)  ## formatting, lint, types, spelling, size limits
 	$(BIN)/python -m pytest -q tests/unit/test_style.py tests/unit/test_layers.py
 
 bench: $(INSTALLED)  ## every benchmark, one after the other
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
+
+sanitize: $(INSTALLED)  ## the kernels under the address, undefined-behaviour and thread sanitizers
+	$(BIN)/python -m pytest tests/unit/ops/test_sanitizers.py
 
 format: $(INSTALLED)  ## rewrite sources as check wants them
 	$(BIN)/ruff check --fix
