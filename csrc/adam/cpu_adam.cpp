@@ -86,7 +86,7 @@ host_ops::AdamArgs adam_args(const Hyper& h) {
 void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
                double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
-               bool bias_correction, double grad_scale, int num_threads) {
+               bool bias_correction, double grad_scale, int num_threads, bool cache_out) {
     auto args =
         adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
     const int64_t numel = master.numel();
@@ -97,6 +97,7 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
     if (out.has_value()) {
         args.out = stream("out", *out, numel);
     }
+    args.cache_out = cache_out;
     host_ops::run_adam(kernels(), args, numel, num_threads);
 }
 
@@ -207,7 +208,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.",
           arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"),
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
-          arg("bias_correction"), arg("grad_scale"), arg("num_threads"));
+          arg("bias_correction"), arg("grad_scale"), arg("num_threads"), arg("cache_out") = false);
     m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"),
           arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
     m.def("accumulate", accumulate, NoGil(), "dst = src or dst += src; returns the sum of squares of dst.",

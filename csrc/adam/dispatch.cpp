@@ -92,7 +92,9 @@ Stream write_only(Stream s, int64_t numel) {
 }
 
 AdamArgs with_output(AdamArgs args, int64_t numel) {
-    args.out = write_only(args.out, numel);
+    if (!args.cache_out) {
+        args.out = write_only(args.out, numel);
+    }
     return args;
 }
 

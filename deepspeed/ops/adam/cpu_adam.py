@@ -156,6 +156,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         grad_scale: float,
         out: torch.Tensor | None,
         step: int,
+        cache_out: bool = False,
     ) -> None:
         """Updates elements [start, end) of a flat parameter and its moments; the caller counts steps.
 
@@ -168,6 +169,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             grad_scale: multiplies the gradient first.
             out: [end - start] receives the updated elements in its own type, or None.
             step: number of this step, from 1.
+            cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written past it.
         """
         state = self.state[param]
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
@@ -192,6 +194,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         step: int,
         grad_scale: float = 1.0,
         out: torch.Tensor | None = None,
+        cache_out: bool = False,
     ) -> None:
         beta1, beta2 = group["betas"]
         self._op.adam_step(
@@ -210,6 +213,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             bool(group["bias_correction"]),
             grad_scale,
             self.num_threads,
+            cache_out,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -93,6 +93,8 @@ class HostBuffer:
         self._memory = _map_anonymous(name, numel * itemsize)
         # [numel * itemsize] uint8, host; empty when there is nothing to hold
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8) if self._memory else _NOTHING
+        # [numel] of the present dtype; a view that keeps the memory alive
+        self.tensor = self._view()
         ledger.add(self)
 
     @property
@@ -105,9 +107,7 @@ class HostBuffer:
         """Bytes in use: `numel` times the present element size."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The elements, `[numel]` of the present dtype; a view, it keeps the memory alive."""
+    def _view(self) -> torch.Tensor:
         return self._bytes[: self.nbytes].view(self.dtype)
 
     def fill_zero(self) -> HostBuffer:
@@ -132,6 +132,7 @@ class HostBuffer:
         if numel:
             wide[0] = narrow[0].item()
         self.dtype = dtype
+        self.tensor = self._view()
 
     def pin(self) -> bool:
         """Page-lock the buffer for direct transfers; on failure warn once and go on with pageable memory.
@@ -162,6 +163,7 @@ class HostBuffer:
             self._unpin()
         self._ledger.discard(self)
         self._bytes, self._memory, self.numel = _NOTHING, None, 0
+        self.tensor = self._view()
 
 
 def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:

@@ -30,12 +30,15 @@ class HostSettings:
         grad_threads: threads that store and add gradients, beside the backward pass.
         step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
+        cache_weights: whether fresh weights stay in the cache, for a processor that copies them on; otherwise they are
+            written past it.
     """
 
     grad_dtype: torch.dtype
     grad_threads: int
     step_threads: int
     ledger: Ledger
+    cache_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ class HostMaster:
         if self._fused:
             for group in self._groups:
                 self._optimizer.state[group.param]["step"] += 1
+            # What torch's schedules look at before they warn that the optimizer was not stepped first.
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
             publish_all(publisher, len(self._groups), partial(self._step_tile, factor))
         else:
             self._step_unfused(factor)
@@ -258,6 +263,7 @@ class HostMaster:
             factor,
             target.out,
             self._optimizer.state[group.param]["step"],
+            self._settings.cache_weights,
         )
 
     def _step_unfused(self, factor: float) -> None:

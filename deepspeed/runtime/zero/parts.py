@@ -21,8 +21,9 @@ from deepspeed.runtime.zero.layout import BucketItem, BucketPlan, GroupLayout, p
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
 
-# Elements of one tile of the step; 8 Mi was fastest on the H200 host (shared design notes, section 6).
-TILE_NUMEL = 1 << 23
+# Elements of one tile of the step: so many that launching its upload, some 0.1 ms, is lost in it, and that three slots of
+# 16 bits are 96 MiB of staging memory.
+TILE_NUMEL = 1 << 24
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 
@@ -219,7 +220,7 @@ def _host_settings(
     threads = host_threads()
     fewer = max(1, threads - 1) if settings.device.type == "cuda" else threads
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    return HostSettings(grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger)
+    return HostSettings(grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger, not settings.pin_memory)
 
 
 def _grad_dtype(optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype) -> torch.dtype:

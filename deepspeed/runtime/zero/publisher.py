@@ -131,9 +131,14 @@ class ParamPublisher:
             )
         device = self._params[layout.slots[0].index].device
         own = torch.empty(end - start, dtype=params_dtype(layout, self._params), device=device)
-        owned_end = min(end, layout.shard_numel(self._comm.rank))
+        owned_end = self.owned_end(group, end)
         targets = [Target(start, owned_end, own[: owned_end - start])] if owned_end > start else []
         return _ParamChunk(targets, group, start, end, own)
+
+    def owned_end(self, group: int, end: int) -> int:
+        """A chunk's end without the padding behind this rank's shard."""
+        layout = self._groups[group]
+        return min(end, layout.shard_numel(self._comm.rank if layout.shards > 1 else 0))
 
     def close_chunk(self, chunk: Chunk) -> None:
         """See `Publisher`."""

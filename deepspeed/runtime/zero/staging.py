@@ -188,17 +188,19 @@ class Downloader:
 class _StagedChunk(Chunk):
     """A chunk that is written in host memory first."""
 
-    inner: Chunk
-    slot: StagingSlot
-    staged: torch.Tensor  # [chunk's end - start] the params' dtype, host
+    group: int
     start: int
+    end: int
+    slot: StagingSlot
+    staged: torch.Tensor  # [end - start] the params' dtype, host
 
 
 class UploadPublisher:
     """Publishes weights that are computed on the host to parameters on a device.
 
     The host writes a chunk into a slot; its upload and, with several ranks, its all-gather run on a side
-    stream while the host computes the next chunk.
+    stream while the host computes the next chunk. A copy from pageable memory blocks its thread, so it gets one
+    of its own; from page-locked memory that thread would only take the interpreter from the one that computes.
 
     Args:
         inner: publishes from the device.
@@ -215,9 +217,9 @@ class UploadPublisher:
         self._ring = ring
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Copies from pageable memory block their thread, so they get one of their own.
         self._thread = None if ring.pinned else ThreadPoolExecutor(1, "weight-upload")
         self._uploads: deque[Future[None]] = deque()
+        self._started = False  # between the first chunk and `finish`
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
         """See `Publisher`."""
@@ -225,19 +227,17 @@ class UploadPublisher:
 
     def open_chunk(self, group: int, start: int, end: int) -> Chunk:
         """See `Publisher`."""
-        # The device may still be reading the weights of the pass before.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if not self._started:
+            # The device may still be reading the weights of the pass before.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._started = True
         if len(self._uploads) == SLOTS:
             self._uploads.popleft().result()
         slot = self._ring.acquire()
         staged = slot.view(end - start, self._dtypes[group])
-        with torch.cuda.stream(self._stream):
-            inner = self._inner.open_chunk(group, start, end)
-        targets = []
-        if inner.targets:
-            low, high = inner.targets[0].start, inner.targets[-1].end
-            targets.append(Target(low, high, staged[low - start : high - start]))
-        return _StagedChunk(targets, inner, slot, staged, start)
+        owned_end = self._inner.owned_end(group, end)
+        targets = [Target(start, owned_end, staged[: owned_end - start])] if owned_end > start else []
+        return _StagedChunk(targets, group, start, end, slot, staged)
 
     def close_chunk(self, chunk: Chunk) -> None:
         """See `Publisher`."""
@@ -254,18 +254,20 @@ class UploadPublisher:
         with torch.cuda.stream(self._stream):
             self._inner.finish()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._started = False
 
     def close(self) -> None:
-        """End the upload thread, if there is one."""
+        """End the thread, if there is one."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _upload(self, chunk: _StagedChunk) -> None:
         with torch.cuda.stream(self._stream):
-            for target in chunk.inner.targets:
+            inner = self._inner.open_chunk(chunk.group, chunk.start, chunk.end)
+            for target in inner.targets:
                 source = chunk.staged[target.start - chunk.start : target.end - chunk.start]
                 target.out.copy_(source, non_blocking=True)
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
             chunk.slot.launch(event)
-            self._inner.close_chunk(chunk.inner)
+            self._inner.close_chunk(inner)
