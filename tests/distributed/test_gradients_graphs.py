@@ -1,0 +1,167 @@
+"""Whatever the graph does with a parameter, and whatever other ranks do: every contribution is reduced exactly once.
+
+The reference is plain torch in one process: the mean over ranks of each rank's own gradients.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.harness import run_distributed
+from tests.distributed.training import Setup, rank_and_world, start, state_of
+
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
+PLACES = [(0, False), (1, False), (2, False), (1, True), (2, True)]
+STEPS = 3
+# fp32 throughout; ranks sum in another order than the reference, and weights feed back for three steps.
+ROUNDING = 1e-5
+# A hang must fail long before the run's own limit.
+LIMIT_S = 60.0
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks, a tied head, and what the cases below need."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = torch.nn.Embedding(11, 6)
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.table.weight  # tied
+        self.unused = torch.nn.Linear(6, 5)
+        self.frozen = torch.nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.empty = torch.nn.Linear(6, 0)
+
+    def forward(self, tokens, body):
+        hidden = body(self, self.frozen(self.table(tokens)), rank_and_world()[0])
+        hidden = hidden + self.empty(hidden).sum()
+        return self.head(hidden).square().mean()
+
+
+def _plain(model, hidden, rank):
+    return model.second(torch.tanh(model.first(hidden)))
+
+
+def _applied_twice(model, hidden, rank):
+    return model.first(torch.tanh(model.second(torch.tanh(model.first(hidden)))))
+
+
+def _reentrant(model, hidden, rank):
+    for _ in range(2):  # the same block under two checkpoints: its hooks fire in two passes of their own
+        hidden = checkpoint(lambda x: torch.tanh(model.first(x)), hidden, use_reentrant=True)
+    return checkpoint(model.second, hidden, use_reentrant=True)
+
+
+def _non_reentrant(model, hidden, rank):
+    for _ in range(2):
+        hidden = checkpoint(lambda x: torch.tanh(model.first(x)), hidden, use_reentrant=False)
+    return checkpoint(model.second, hidden, use_reentrant=False)
+
+
+def _mixed_checkpointing(model, hidden, rank):
+    hidden = checkpoint(lambda x: torch.tanh(model.first(x)), hidden, use_reentrant=True)
+    return model.first(checkpoint(model.second, hidden, use_reentrant=True))
+
+
+def _branch_by_rank(model, hidden, rank):
+    if rank == 0:
+        return model.first(hidden)
+    return model.second(torch.tanh(model.second(hidden)))
+
+
+def _branch_with_checkpoint_by_rank(model, hidden, rank):
+    return _reentrant(model, hidden, rank) if rank == 0 else _plain(model, hidden, rank)
+
+
+def _order_by_rank(model, hidden, rank):
+    first, second = (model.first, model.second) if rank % 2 else (model.second, model.first)
+    return second(torch.tanh(first(hidden)))
+
+
+BODIES = {
+    "plain": _plain,
+    "module applied twice": _applied_twice,
+    "re-entrant checkpoint of a shared block": _reentrant,
+    "non-re-entrant checkpoint of a shared block": _non_reentrant,
+    "block both in a checkpoint and outside": _mixed_checkpointing,
+    "each rank another branch": _branch_by_rank,
+    "checkpoint on rank 0 only": _branch_with_checkpoint_by_rank,
+    "each rank another arrival order": _order_by_rank,
+}
+
+
+def _tokens(step, part, rank):
+    return torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def _reference(world, body, accumulation):
+    """Weights after training in one process, each simulated rank's graph in turn."""
+    model = Blocks()
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    for step in range(STEPS):
+        for part in range(accumulation):
+            for rank in range(world):
+                tokens = _tokens(step, part, rank)
+                hidden = BODIES[body](model, model.frozen(model.table(tokens)), rank)
+                (model.head(hidden).square().mean() / (world * accumulation)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _train(body, accumulation, setups, all_reduce_between):
+    rank, _ = rank_and_world()
+    results = []
+    for setup in setups:
+        engine = start(Blocks(), setup.but(accumulation=accumulation))
+        for step in range(STEPS):
+            for part in range(accumulation):
+                loss = engine(_tokens(step, part, rank), BODIES[body])
+                if all_reduce_between == "plain":
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+                if all_reduce_between and dist.get_world_size() > 1:
+                    dist.all_reduce(loss.detach())  # what a training loop logs
+                engine.step()
+        results.append(state_of(engine))
+        engine.destroy()
+    return results
+
+
+def _check(world, body, accumulation, setups, all_reduce_between=""):
+    expected = _reference(world, body, accumulation)
+    for results in run_distributed(world, _train, body, accumulation, setups, all_reduce_between, timeout_s=LIMIT_S):
+        for setup, state in zip(setups, results, strict=True):
+            for name, tensor in expected.items():
+                torch.testing.assert_close(
+                    state[f"{name}.param"],
+                    tensor,
+                    rtol=ROUNDING,
+                    atol=ROUNDING,
+                    msg=lambda text, name=name, setup=setup: f"{name} in {setup}: {text}",
+                )
+
+
+SETUPS = [Setup(*place, bucket_numel=bucket, optimizer=SGD) for place in PLACES for bucket in (1, 50, 1 << 20)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("body", BODIES)
+def test_every_contribution_is_reduced_once_at_every_stage_and_bucket_size(body, world):
+    _check(world, body, 1, SETUPS)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_contribution_is_reduced_once_under_accumulation(body):
+    _check(2, body, 3, SETUPS)
+
+
+@pytest.mark.parametrize("caller", ["engine", "plain"])
+@pytest.mark.parametrize("body", ["each rank another branch", "checkpoint on rank 0 only"])
+def test_the_callers_own_collective_after_backward_meets_no_gradient_of_another_rank(body, caller):
+    _check(2, body, 2, SETUPS, caller)
