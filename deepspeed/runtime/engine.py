@@ -97,6 +97,15 @@ class DeepSpeedEngine(torch.nn.Module):
 
     # -- what clients read -------------------------------------------------------------------------------------
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have is the module's, as in stock: `engine.generate`, for example."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
     @property
     def config(self) -> Any:
         """The configuration mapping as it was passed."""

@@ -127,14 +127,17 @@ def make_zero_optimizer(
 def choose_lr_scheduler(client: Any, config: DeepSpeedConfig, optimizer: DeepSpeedZeroOptimizer | None) -> Any:
     """The client's schedule, made if it is callable, else the one that the configuration names, else None.
 
+    A frozen model under a training configuration has neither.
+
     Raises:
         ValueError: a schedule without an optimizer.
     """
     scheduler = config.scheduler
     if optimizer is None:
-        if scheduler is not None and scheduler.type:
+        if config.optimizer is None and (scheduler is not None or callable(client)):
+            key, got = ("lr_scheduler", client) if scheduler is None else ("scheduler.type", scheduler.type)
             raise ValueError(
-                f"scheduler.type: expected an optimizer to schedule, got {scheduler.type!r} without one. "
+                f"{key}: expected an optimizer to schedule, got {got!r} without one. "
                 "Add an optimizer to the configuration or to deepspeed.initialize, or leave the scheduler out."
             )
         return client if not callable(client) else None

@@ -96,7 +96,7 @@ def _start_too_high():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_after_the_error_at_the_floor_a_finite_step_still_works(world):
-    """The error is for the user to act on, say by leaving out a bad sample; the engine is not left half-way."""
+    """The error is for the user to act on, say by leaving a bad sample out; nothing is left half-way."""
     for results in run_distributed(world, _recover_after_floor, timeout_s=60.0):
         for norm, weights in results:
             assert norm == 4.0, "the gradient of the failed step is not in it"

@@ -220,22 +220,34 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         """Loads a saved state, moments in the type they were saved in.
 
         torch's own loading casts state to the parameter's type: fp32 moments of bf16 parameters would be
-        rounded.
+        rounded. Moments that exist already in the saved shape and type are overwritten in place.
 
         Args:
             state_dict: of this class, or of torch.optim.Adam or AdamW.
         """
-        super().load_state_dict(state_dict)
+        present = dict(self.state)
+        super().load_state_dict({**state_dict, "state": {}})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for saved_id, param in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(saved_id)
-            if not saved:
+            saved, state = state_dict["state"].get(saved_id), present.get(param)
+            if not saved and not state:
                 continue
-            state = self.state[param]
-            state["step"] = int(saved["step"])
+            state = self.state[param] = state or {}
+            state["step"] = int(saved["step"]) if saved else 0
             for name in _MOMENTS:
-                state[name] = saved[name].detach().to("cpu", copy=True).contiguous()
+                _load_moment(state, name, saved)
+
+
+def _load_moment(state: dict[str, Any], name: str, saved: dict[str, Any] | None) -> None:
+    """Takes a moment from a saved state into the tensor that is there, if it fits; without a saved state, zeros."""
+    own = state.get(name)
+    if not saved:
+        state[name].zero_()
+    elif own is not None and (own.shape, own.dtype) == (saved[name].shape, saved[name].dtype):
+        own.copy_(saved[name])
+    else:
+        state[name] = saved[name].detach().to("cpu", copy=True).contiguous()
 
 
 def _check_place(param: torch.Tensor) -> None:

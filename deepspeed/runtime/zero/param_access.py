@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.layout import ParamSlot
 from deepspeed.runtime.zero.parts import ZeroParts
+
+logger = logging.getLogger("DeepSpeed")
 
 
 class _Run(NamedTuple):
@@ -46,6 +50,24 @@ class ParamAccess:
         self._slots = {
             id(parts.params[slot.index]): slot for layout in parts.groups for slot in layout.slots
         }
+
+    def attach(self) -> None:
+        """Become the way to these parameters; an engine that trained them before gets no more gradients."""
+        for previous in {id(access): access for access in map(_access_of, self._params()) if access}.values():
+            previous.detach()
+            logger.warning(
+                "deepspeed.initialize: parameters of another engine; the new one trains them, the other gets no "
+                "more gradients. Call destroy() on an engine that is not needed, to get its memory back."
+            )
+        for param in self._params():
+            param._ds_accessor = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        """Leave the parameters alone: no gradient is taken, and getters find nothing."""
+        self._parts.reducer.close()
+        for param in self._params():
+            if _access_of(param) is self:
+                del param._ds_accessor  # type: ignore[attr-defined]
 
     def get_full_fp32_param(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The master of a parameter, in its shape, fp32, on its device. Collective."""
@@ -100,6 +122,9 @@ class ParamAccess:
                 source = flat[segment.param_start : segment.param_start + segment.numel]
                 master[segment.offset : segment.offset + segment.numel].copy_(source)
 
+    def _params(self) -> Iterable[torch.nn.Parameter]:
+        return self._parts.params.values()
+
     def _state(self, slot: ParamSlot) -> dict[str, object]:
         return self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
 
@@ -129,3 +154,9 @@ class ParamAccess:
             if run.owner == self._parts.shard:
                 place = shard[run.shard_start : run.shard_start + run.numel]
                 place.copy_(flat[run.param_start : run.param_start + run.numel])
+
+
+def _access_of(param: torch.nn.Parameter) -> ParamAccess | None:
+    """Who has a parameter at present."""
+    reference: weakref.ref[ParamAccess] | None = getattr(param, "_ds_accessor", None)
+    return reference() if reference is not None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         comm: Comm,
         loss_scaler: LossScalerBase,
     ) -> None:
-        self.optimizer = optimizer
+        # By a name of its own: under a wrapper of Fabric's, `self.optimizer` is this object itself.
+        self._inner = optimizer
         self.loss_scaler = loss_scaler
         self._settings = settings
         self._comm = comm
@@ -85,10 +85,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._user_params = [list(group["params"]) for group in optimizer.param_groups]
         self._parts: ZeroParts = build_parts(optimizer, model_params, settings, comm)
         self._access = ParamAccess(self._parts, comm, optimizer, loss_scaler)
-        for param in self._parts.params.values():
-            param._ds_accessor = weakref.ref(self._access)  # type: ignore[attr-defined]
+        self._access.attach()
 
     # -- what clients read -------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer, of the client's own class when it passed one."""
+        return self._inner
 
     @property
     def overflow(self) -> bool:
@@ -118,21 +122,21 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups: the user's own dictionaries."""
-        return self.optimizer.param_groups
+        return self._inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+        self._inner.param_groups = groups
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The inner optimizer's state, by flat master."""
-        return self.optimizer.state
+        return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
-        return self.optimizer.defaults
+        return self._inner.defaults
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
@@ -290,7 +294,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "overflow": self.overflow,
-            "base_optimizer_state": self.optimizer.state_dict(),
+            "base_optimizer_state": self._inner.state_dict(),
             "single_partition_of_fp32_groups": self.single_partition_of_fp32_groups,
             "zero_stage": self._settings.stage,
             "partition_count": self._comm.world,
@@ -309,10 +313,18 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 f"got {[m.numel() for m in saved]}. Load it into the same model, groups and number of ranks."
             )
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self.optimizer.load_state_dict(state_dict["base_optimizer_state"])
+        self._load_inner_state(state_dict["base_optimizer_state"])
         for master, values in zip(masters, saved, strict=True):
             master.copy_(values)
         self._parts.master.publish(self._parts.publisher)
+
+    def _load_inner_state(self, state: dict[str, Any]) -> None:
+        """Load the inner optimizer. torch replaces its group dictionaries; the user's are put back."""
+        groups = list(self._inner.param_groups)
+        self._inner.load_state_dict(state)
+        for index, (own, loaded) in enumerate(zip(groups, list(self._inner.param_groups), strict=True)):
+            own.update(loaded)
+            self._inner.param_groups[index] = own
 
     def refresh_fp32_params(self) -> None:
         """Set the masters from the parameters' present values, after weights were loaded into the model."""
@@ -320,6 +332,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Return all memory and give the parameters back to the inner optimizer; the model stays usable."""
+        self._access.detach()
         self._parts.close()
-        for group, params in zip(self.optimizer.param_groups, self._user_params, strict=True):
+        for group, params in zip(self._inner.param_groups, self._user_params, strict=True):
             group["params"] = params
