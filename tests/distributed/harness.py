@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ import torch.distributed as dist
 _GRACE_S = (
     10.0  # for the other ranks, once one has failed: long enough to raise by themselves, short if they hang
 )
+_START_S = 60.0  # for imports and the process group, on a busy machine; the caller's limit counts from then
 _LOG_TAIL_CHARS = 4000
+
+
+class _State(IntEnum):
+    STARTING = 0
+    READY = 1  # enters the function
+    DONE = 2
 
 
 @dataclass
@@ -40,7 +48,7 @@ class _Rank:
     log: Path
     result: Any = None
     error: str | None = None
-    open: bool = True
+    state: _State = _State.STARTING
 
     def describe(self) -> str:
         log = self.log.read_text(errors="replace")[-_LOG_TAIL_CHARS:] if self.log.exists() else ""
@@ -74,7 +82,8 @@ def run_distributed(
         world: Number of ranks.
         fn: A function at the top level of an importable module. It reads its rank from torch.distributed.
         args: Picklable arguments, the same on every rank.
-        timeout_s: After this many seconds every rank is killed, and the failure shows where each one stood.
+        timeout_s: Every rank is killed this many seconds after it entered fn, and the failure shows where it
+            stood.
         env: Extra environment of the ranks.
         process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all
             the same.
@@ -123,28 +132,28 @@ def _start(job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(rank.open for rank in ranks):
-        ready = wait([rank.pipe for rank in ranks if rank.open], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            for rank in ranks:
-                if rank.open:
-                    rank.error = "did not finish in time"
-            return
-        for rank in ranks:
-            if rank.pipe in ready:
-                _receive(rank)
-                if rank.error is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+    """Wait until every rank has entered the function, then until every rank is done."""
+    for awaited, limit_s in ((_State.READY, _START_S), (_State.DONE, timeout_s)):
+        deadline = time.monotonic() + limit_s
+        while late := [rank for rank in ranks if rank.state < awaited]:
+            heard = wait([rank.pipe for rank in late], max(0.0, deadline - time.monotonic()))
+            if not heard:
+                for rank in late:
+                    rank.error = f"did not {'finish' if awaited is _State.DONE else 'start'} in time"
+                return
+            for rank in late:
+                if rank.pipe in heard:
+                    _receive(rank)
+                    if rank.error is not None:
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
 
 
 def _receive(rank: _Rank) -> None:
-    rank.open = False
     try:
-        rank.result, rank.error = pickle.loads(rank.pipe.recv_bytes())
+        rank.state, rank.result, rank.error = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         rank.process.join()
-        rank.error = f"died with exit code {rank.process.exitcode}"
+        rank.state, rank.error = _State.DONE, f"died with exit code {rank.process.exitcode}"
 
 
 def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -154,7 +163,7 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
+    faulthandler.dump_traceback_later(_START_S - 2.0, file=sys.stderr)
     os.environ.update(
         RANK=str(job.rank),
         LOCAL_RANK=str(job.rank),
@@ -170,11 +179,13 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
     try:
         if job.process_group:
             dist.init_process_group("gloo")
+        pipe.send_bytes(pickle.dumps((_State.READY, None, None)))
+        faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
         result, error = fn(*args), None
     except BaseException:
         result, error = None, traceback.format_exc()
     # Not pipe.send: it shares a tensor's storage through this process, which ends.
-    pipe.send_bytes(pickle.dumps((result, error)))
+    pipe.send_bytes(pickle.dumps((_State.DONE, result, error)))
     if error is None and dist.is_initialized():
         dist.barrier()  # nobody leaves while another rank still talks to it
     os._exit(0 if error is None else 1)
