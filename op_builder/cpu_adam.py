@@ -1,5 +1,8 @@
 """Builder of the host optimizer op, csrc/adam."""
 
+import os
+from types import ModuleType
+
 from .builder import OpBuilder
 
 
@@ -41,3 +44,27 @@ class CPUAdamBuilder(OpBuilder):
     def ld_args(self) -> list[str]:
         """Returns linker flags."""
         return ["-fopenmp"]
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Returns the op: compiled, or in plain torch if DS_CPU_ADAM=torch asks for that.
+
+        Args:
+            verbose: show the compiler's output.
+
+        Raises:
+            RuntimeError: the op does not compile here; the message holds the compiler's first error.
+            ValueError: DS_CPU_ADAM is neither unset nor "torch".
+        """
+        choice = os.environ.get("DS_CPU_ADAM", "")
+        if choice == "torch":
+            from . import torch_adam
+
+            return torch_adam
+        if choice:
+            raise ValueError(f"DS_CPU_ADAM: expected torch or nothing, got {choice!r}. Correct or unset it.")
+        try:
+            return super().load(verbose)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} Or set DS_CPU_ADAM=torch: the same steps without a compiler, several times slower."
+            ) from None

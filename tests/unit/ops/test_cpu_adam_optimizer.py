@@ -95,7 +95,7 @@ def test_gradient_may_have_another_type_than_the_parameter(dtype, grad_dtype):
         optimizer = DeepSpeedCPUAdam([param])
         state_of = optimizer.state
         optimizer.init_state(param)
-        optimizer.step_slice(optimizer.param_groups[0], param, 0, 100, gradient, 1.0, None, 1)
+        optimizer.prepare_slice(optimizer.param_groups[0], param, slice(0, 100), gradient, 1.0, None)()
         results.append((param.detach(), state_of[param]["exp_avg"]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -125,7 +125,7 @@ def test_slices_of_a_flat_parameter_make_the_same_step():
     for start in range(0, 10_007, 1_009):
         end = min(start + 1_009, 10_007)
         grad = param.grad[start:end] * 8
-        other.step_slice(other.param_groups[0], param, start, end, grad, 1 / 8, out[start:end], 1)
+        other.prepare_slice(other.param_groups[0], param, slice(start, end), grad, 1 / 8, out[start:end])()
     assert torch.equal(param, whole[0])
     assert torch.equal(out, param.detach().bfloat16())
     assert made == [("exp_avg", 10_007, torch.float32), ("exp_avg_sq", 10_007, torch.float32)]
