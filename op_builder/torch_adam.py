@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,18 +26,22 @@ def adam_step(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     out: torch.Tensor | None,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    grad_scale: float,
-    num_threads: int,
+    *hyper: Any,
+    cache_out: bool = False,
 ) -> None:
-    """One Adam step in place. `num_threads` is torch's own here."""
+    """One Adam step in place.
+
+    Args:
+        master: [numel] parameters.
+        grad: [numel] gradient.
+        exp_avg: [numel] first moment.
+        exp_avg_sq: [numel] second moment.
+        out: [numel] receives the new parameters in its own type, or None.
+        hyper: step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale, num_threads; the
+            number of threads is torch's own here.
+        cache_out: no difference here.
+    """
+    step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale, _ = hyper
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
     flats = _flat(master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
