@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -79,9 +79,8 @@ def choose_optimizer(
     parameters = given or [param for param in module.parameters() if param.requires_grad]
     offload = config.zero_optimization.offloads_optimizer
     if client is not None:
-        optimizer = client
-        if not isinstance(client, torch.optim.Optimizer) and callable(client) and not hasattr(client, "step"):
-            optimizer = client(parameters)
+        made = callable(client) and not hasattr(client, "step")
+        optimizer = cast(torch.optim.Optimizer, client(parameters) if made else client)
         check_client_optimizer(optimizer, config)
         return optimizer
     if config.optimizer is None or not parameters:

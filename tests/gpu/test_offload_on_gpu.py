@@ -135,10 +135,10 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
             torch.cuda._sleep(2_000_000)
         upload(self, *args)
 
-    def slow_launch(self, flat):
+    def slow_launch(self, *args):
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(2_000_000)
-        yield from launch(self, flat)
+        launch(self, *args)
 
     monkeypatch.setattr(staging.Downloader, "_deliver", slow_deliver)
     monkeypatch.setattr(staging.UploadPublisher, "_upload", slow_upload)

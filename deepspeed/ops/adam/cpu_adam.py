@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -143,66 +144,50 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                     self.init_state(param)
                 state = self.state[param]
                 state["step"] = int(state["step"]) + 1
-                self._update(group, param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                self._op.adam_step(param, param.grad, *moments, None, *self._hyper(group, state["step"], 1.0))
         return loss
 
-    def step_slice(
+    def prepare_slice(
         self,
         group: dict[str, Any],
         param: torch.Tensor,
-        start: int,
-        end: int,
+        part: slice,
         grad: torch.Tensor,
         grad_scale: float,
         out: torch.Tensor | None,
-        step: int,
         cache_out: bool = False,
-    ) -> None:
-        """Updates elements [start, end) of a flat parameter and its moments; the caller counts steps.
+    ) -> Callable[[], None]:
+        """Prepares the update of a part of a flat parameter and its moments; `state["step"]` is the caller's to count.
 
         Args:
             group: settings, read now.
-            param: [numel] flat parameter with state.
-            start: first element.
-            end: one past the last element.
-            grad: [end - start] gradient.
+            param: [numel] flat parameter with state, whose `step` is the number of this step.
+            part: which elements.
+            grad: [len(part)] gradient.
             grad_scale: multiplies the gradient first.
-            out: [end - start] receives the updated elements in its own type, or None.
-            step: number of this step, from 1.
+            out: [len(part)] receives the updated elements in its own type, or None.
             cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written past it.
+
+        Returns:
+            The update; it runs without the interpreter's lock.
         """
         state = self.state[param]
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        self._update(
-            group,
-            param.detach()[start:end],
+        moments = state["exp_avg"][part], state["exp_avg_sq"][part]
+        return partial(
+            self._op.adam_step,
+            param.data[part],
             grad,
-            exp_avg[start:end],
-            exp_avg_sq[start:end],
-            step,
-            grad_scale,
+            *moments,
             out,
+            *self._hyper(group, state["step"], grad_scale),
+            cache_out=cache_out,
         )
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        step: int,
-        grad_scale: float = 1.0,
-        out: torch.Tensor | None = None,
-        cache_out: bool = False,
-    ) -> None:
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
+        """The numbers that the op takes, in its order."""
         beta1, beta2 = group["betas"]
-        self._op.adam_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            out,
+        return (
             step,
             float(group["lr"]),
             float(beta1),
@@ -213,7 +198,6 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             bool(group["bias_correction"]),
             grad_scale,
             self.num_threads,
-            cache_out,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

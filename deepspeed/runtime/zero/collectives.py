@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def launch_reduce_mean(flat: torch.Tensor, owner_bounds: Sequence[int], comm: Co
             for owner, (low, high) in enumerate(zip(owner_bounds, owner_bounds[1:], strict=False))
             if high > low
         ]
-        return lambda: [work.wait() for work in works] and None
+        return partial(_wait_all, works)
     counts = [high - low for low, high in zip(owner_bounds, owner_bounds[1:], strict=False)]
     own = flat[owner_bounds[comm.rank] : owner_bounds[comm.rank + 1]]
     return _launch_exchange_and_sum(flat, counts, own, comm)
@@ -84,7 +85,7 @@ def launch_all_reduce_mean(flat: torch.Tensor, comm: Comm) -> Wait:
         return _nothing_to_wait_for
     if not comm.on_host:
         work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.group, async_op=True)
-        return lambda: work.wait() and None
+        return partial(_wait_all, [work])
     part = -(-flat.numel() // comm.world)
     bounds = [min(rank * part, flat.numel()) for rank in range(comm.world + 1)]
     counts = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
@@ -115,7 +116,7 @@ def launch_all_gather(gathered: torch.Tensor, own: torch.Tensor, comm: Comm) -> 
     """
     # Bytes, because gloo moves some element types and not others.
     work = _all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=comm.group, async_op=True)
-    return lambda: work.wait() and None
+    return partial(_wait_all, [work])
 
 
 def all_reduce_sum(values: Sequence[float], comm: Comm, device: torch.device) -> list[float]:
@@ -171,6 +172,11 @@ def _mean_of_rows(rows: torch.Tensor, mean: torch.Tensor) -> None:
         for row in tile[1:]:
             total += row
         mean[start : start + _SUM_TILE_NUMEL] = total.div_(rows.shape[0])
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _nothing_to_wait_for() -> None:

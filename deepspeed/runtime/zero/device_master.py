@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -103,7 +104,7 @@ class DeviceMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._masters), self._copy_tile)
+        publish_all(publisher, len(self._masters), self._prepare_copy)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -116,6 +117,6 @@ class DeviceMaster:
             master.data = torch.empty(0)
         self._grads.clear()
 
-    def _copy_tile(self, index: int, target: Target) -> None:
-        """Round a run of the master to the weight's dtype."""
-        target.out.copy_(self._masters[index].data[target.start : target.end])
+    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
+        """Rounding a run of the master to the weight's dtype."""
+        return partial(target.out.copy_, self._masters[index].data[target.start : target.end])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -99,6 +100,7 @@ class HostMaster:
         self._pieces: dict[tuple[int, int], _Piece] = {}  # by (group, shard_start); what this step has brought
         self._state_buffers: list[HostBuffer] = []
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
+        self._compute = ThreadPoolExecutor(1, "host-adam") if downloader is not None else None
         self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
         for group, options in zip(self._groups, optimizer.param_groups, strict=True):
             options["params"] = [group.param]
@@ -168,7 +170,7 @@ class HostMaster:
                 self._optimizer.state[group.param]["step"] += 1
             # What torch's schedules look at before they warn that the optimizer was not stepped first.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
-            publish_all(publisher, len(self._groups), partial(self._step_tile, factor))
+            publish_all(publisher, len(self._groups), partial(self._prepare_step, factor), self._compute)
         else:
             self._step_unfused(factor)
             self.publish(publisher)
@@ -176,7 +178,7 @@ class HostMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._groups), self._copy_tile)
+        publish_all(publisher, len(self._groups), self._prepare_copy)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -187,6 +189,8 @@ class HostMaster:
         """Return the memory to the system."""
         if self._downloader is not None:
             self._downloader.close()
+        if self._compute is not None:
+            self._compute.shutdown()
         for group in self._groups:
             self._optimizer.state.pop(group.param, None)
             group.param.data = torch.empty(0)
@@ -246,23 +250,21 @@ class HostMaster:
         total = self._op.accumulate(place, piece, add, self._settings.grad_threads)
         self._pieces[index, start] = _Piece(piece.numel(), total)
 
-    def _copy_tile(self, index: int, target: Target) -> None:
-        """Round a run of the master to the weight's dtype."""
-        target.out.copy_(self._groups[index].master.tensor[target.start : target.end])
+    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
+        """Rounding a run of the master to the weight's dtype."""
+        return partial(target.out.copy_, self._groups[index].master.tensor[target.start : target.end])
 
-    def _step_tile(self, factor: float, index: int, target: Target) -> None:
+    def _prepare_step(self, factor: float, index: int, target: Target) -> Callable[[], object]:
         """One fused pass over a run of the shard."""
         assert isinstance(self._optimizer, DeepSpeedCPUAdam)
         group = self._groups[index]
-        self._optimizer.step_slice(
+        return self._optimizer.prepare_slice(
             self._optimizer.param_groups[index],
             group.param,
-            target.start,
-            target.end,
+            slice(target.start, target.end),
             group.grads.tensor[target.start : target.end],
             factor,
             target.out,
-            self._optimizer.state[group.param]["step"],
             self._settings.cache_weights,
         )
 

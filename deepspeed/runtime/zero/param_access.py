@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,8 +125,9 @@ class ParamAccess:
     def _params(self) -> Iterable[torch.nn.Parameter]:
         return self._parts.params.values()
 
-    def _state(self, slot: ParamSlot) -> dict[str, object]:
-        return self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
+    def _state(self, slot: ParamSlot) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
+        return state
 
     def _runs(self, slot: ParamSlot) -> Iterator[_Run]:
         layout = self._parts.groups[slot.group]

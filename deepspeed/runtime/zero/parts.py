@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,18 +13,19 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.adam.host_threads import host_threads
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from deepspeed.runtime.zero.buckets import BucketPool, GradReducer
+from deepspeed.runtime.zero.buckets import BucketPool, GradReducer, GradSink
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
-from deepspeed.runtime.zero.layout import BucketItem, BucketPlan, GroupLayout, plan_buckets, plan_groups
+from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
 
-# Elements of one tile of the step: so many that launching its upload, some 0.1 ms, is lost in it, and that three slots of
-# 16 bits are 96 MiB of staging memory.
+# Elements of one tile of the step. Three slots of it are 96 MiB of staging memory in 16 bits.
 TILE_NUMEL = 1 << 24
+# The same where a processor copies the tile on: it should still lie in the cache then.
+CACHED_TILE_NUMEL = 1 << 22
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 
@@ -152,8 +154,11 @@ def build_parts(
     shard = comm.rank if shards > 1 else 0
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
-    tile_numel = max(1, min(settings.tile_numel, settings.allgather_bucket_numel // shards))
-    publisher: Publisher = ParamPublisher(groups, params, comm, tile_numel)
+    copied_by_host = settings.offload and settings.device.type == "cuda" and not settings.pin_memory
+    most_numel = min(settings.tile_numel, CACHED_TILE_NUMEL) if copied_by_host else settings.tile_numel
+    tile_numel = max(1, min(most_numel, settings.allgather_bucket_numel // shards))
+    from_device = ParamPublisher(groups, params, comm, tile_numel)
+    publisher: Publisher = from_device
     closers: list[Any] = []
     master: Master
     if settings.offload:
@@ -162,24 +167,34 @@ def build_parts(
             dtypes = [params_dtype(layout, params) for layout in groups]
             widest = max((dtype.itemsize for dtype in dtypes), default=2)
             ring = StagingRing(tile_numel * widest, settings.pin_memory, ledger)
-            publisher = UploadPublisher(publisher, dtypes, ring, settings.device)
+            publisher = UploadPublisher(from_device, dtypes, ring, settings.device)
             downloader = Downloader(ring, settings.device)
-            closers = [publisher, ring]
+            closers = [ring]
         host = _host_settings(optimizer, settings, wire_dtype, ledger)
         op = CPUAdamBuilder().load()
         master = HostMaster(groups, shard, params, optimizer, host, op, downloader)
+        if downloader is not None:
+            weakref.finalize(master, downloader.close)  # an engine may be dropped without destroy()
     else:
         master = DeviceMaster(groups, shard, params, optimizer, settings.device)
-    reducer = _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master)
+    reducer = _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master.load_grads)
     return ZeroParts(params, names, groups, shard, ledger, master, publisher, reducer, wire_dtype, closers)
 
 
-def _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master) -> GradReducer:
+def _build_reducer(
+    groups: Sequence[GroupLayout],
+    params: Mapping[int, torch.nn.Parameter],
+    settings: ZeroSettings,
+    comm: Comm,
+    wire_dtype: torch.dtype,
+    ledger: Ledger,
+    sink: GradSink,
+) -> GradReducer:
     most = _MOST_BUCKET_NUMEL.get(settings.device.type, 1 << 26)
     plans = plan_buckets(groups, min(settings.reduce_bucket_numel, most)) if params else []
     largest_numel = max((plan.numel for plan in plans), default=0)
     pool = BucketPool(wire_dtype, settings.device, partial(_host_bucket, largest_numel, wire_dtype, ledger))
-    return GradReducer(plans, params, comm, master.load_grads, pool, settings.overlap_comm)
+    return GradReducer(plans, params, comm, sink, pool, settings.overlap_comm)
 
 
 def _host_bucket(numel: int, dtype: torch.dtype, ledger: Ledger) -> HostBuffer:
@@ -192,7 +207,7 @@ def _members(
 ) -> list[list[tuple[int, torch.nn.Parameter]]]:
     """For each group its `(model index, parameter)` pairs; frozen and empty parameters are left out."""
     index_of = {id(param): index for index, (_, param) in enumerate(model_params)}
-    members = []
+    members: list[list[tuple[int, torch.nn.Parameter]]] = []
     for group in optimizer.param_groups:
         members.append([])
         for param in group["params"]:
@@ -213,12 +228,12 @@ def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
 def _host_settings(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype, ledger: Ledger
 ) -> HostSettings:
-    """Leave a core to whoever works beside the kernels: the backward pass, or the thread that copies pageable memory.
+    """Leave cores to who works beside the kernels: the backward pass, or the thread that copies pageable memory.
 
     A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a parameter.
     """
     threads = host_threads()
-    fewer = max(1, threads - 1) if settings.device.type == "cuda" else threads
+    fewer = max(1, threads - max(1, threads // 8)) if settings.device.type == "cuda" else threads
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
     return HostSettings(grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger, not settings.pin_memory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,7 +36,8 @@ class Chunk:
 class Publisher(Protocol):
     """Opens chunks for writing and brings what was written to the parameters.
 
-    Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding.
+    Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding. Two may be
+    open at a time; they are closed in the order in which they were opened.
     """
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
@@ -51,20 +53,39 @@ class Publisher(Protocol):
         """After this every parameter is fresh (on a device: in the current stream's order)."""
 
 
-def publish_all(publisher: Publisher, groups: int, write: Callable[[int, Target], None]) -> None:
+def publish_all(
+    publisher: Publisher,
+    groups: int,
+    prepare: Callable[[int, Target], Callable[[], object]],
+    compute: Executor | None = None,
+) -> None:
     """Walk every chunk of every group once.
+
+    With an executor a chunk is computed on its thread while this one launches the transfers of the chunk before:
+    launching takes a tenth of a chunk's time, and from pageable memory it takes as long as the copy.
 
     Args:
         publisher: where the weights go.
         groups: how many parameter groups.
-        write: computes the weights of a target of a group, in place.
+        prepare: returns the call that computes a target of a group; the call should not need the interpreter.
+        compute: one thread; None to compute here.
     """
+    written: Chunk | None = None
     for group in range(groups):
         for start, end in publisher.chunks(group):
             chunk = publisher.open_chunk(group, start, end)
-            for target in chunk.targets:
-                write(group, target)
-            publisher.close_chunk(chunk)
+            calls = [prepare(group, target) for target in chunk.targets]
+            jobs = [compute.submit(call) for call in calls] if compute is not None else []
+            if written is not None:
+                publisher.close_chunk(written)
+            if compute is None:
+                for call in calls:
+                    call()
+            for job in jobs:
+                job.result()
+            written = chunk
+    if written is not None:
+        publisher.close_chunk(written)
     publisher.finish()
 
 

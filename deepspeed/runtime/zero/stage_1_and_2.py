@@ -152,6 +152,31 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Element type of the model's gradients on the wire."""
         return self._parts.wire_dtype
 
+    # -- what checkpoints read and write -----------------------------------------------------------------------
+
+    @property
+    def parts(self) -> ZeroParts:
+        """Layouts, parameters and masters."""
+        return self._parts
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self._settings.stage
+
+    @property
+    def user_params(self) -> list[list[torch.nn.Parameter]]:
+        """For each group the model's parameters as the client gave them, frozen and empty ones included."""
+        return self._user_params
+
+    def restore_skipped_steps(self, count: int) -> None:
+        """Go on counting skipped steps from a checkpoint."""
+        self._status.skipped_steps = count
+
+    def publish_masters(self) -> None:
+        """Bring the masters' present values to the parameters. Collective."""
+        self._parts.master.publish(self._parts.publisher)
+
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, is_boundary: bool) -> None:

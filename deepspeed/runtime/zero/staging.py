@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,17 +91,24 @@ class _Download(NamedTuple):
 class _Arrival(NamedTuple):
     """A part of a download that is being copied into a slot."""
 
+    download: _Download
     first: int
     view: torch.Tensor  # [n] host
     slot: StagingSlot
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the end of its download."""
+        return self.first + self.view.numel() == self.download.flat.numel()
 
 
 class Downloader:
     """Brings reduced slices to host memory while the device goes on with the backward pass.
 
-    A worker thread copies a slice through the ring on a stream of its own and hands each slot to the sink, which stores
-    or adds it with the host kernels; both release the GIL. The device waits for nobody; the thread
-    that runs backward waits only when `LOOKAHEAD` slices are under way.
+    A worker thread copies slices through the ring on a stream of its own and hands each slot to the sink, which stores
+    or adds it with the host kernels; both release the GIL. While one slot is handed on, the others fill, across
+    slices. The device waits for nobody; the thread that runs backward waits only when `LOOKAHEAD` slices
+    wait for the worker.
 
     Args:
         ring: the staging ring.
@@ -115,6 +121,7 @@ class Downloader:
         self._ring = ring
         self._stream = torch.cuda.Stream(device)
         self._queue: queue.Queue[_Download | None] = queue.Queue(self.LOOKAHEAD)
+        self._arrivals: deque[_Arrival] = deque()
         self._error: BaseException | None = None
         self._worker = threading.Thread(target=self._run, name="gradient-download", daemon=True)
         self._worker.start()
@@ -140,48 +147,58 @@ class Downloader:
             raise error
 
     def close(self) -> None:
-        """End the worker."""
-        self._queue.put(None)
-        self._worker.join()
+        """End the worker. May be called twice."""
+        if self._worker.is_alive():
+            self._queue.put(None)
+            self._worker.join()
 
     def _run(self) -> None:
-        while (download := self._queue.get()) is not None:
+        while True:
             try:
-                if self._error is None:
-                    self._process(download)
+                download = self._queue.get(block=not self._arrivals)
+            except queue.Empty:
+                self._deliver_oldest()
+                continue
+            if download is None:
+                return
+            try:
+                self._launch_copies(download)
             except BaseException as error:  # noqa: BLE001 - raised again by wait(), on the caller's thread
                 self._error = error
-            finally:
-                del download
                 self._queue.task_done()
 
-    def _process(self, download: _Download) -> None:
-        """Keep the ring full: while one slot is handed on, the next ones fill."""
+    def _launch_copies(self, download: _Download) -> None:
+        """Send a slice into the ring, handing the oldest slot on whenever the ring is full."""
         self._stream.wait_event(download.ready)
-        arrivals: deque[_Arrival] = deque()
-        for arrival in self._launch_copies(download.flat):
-            arrivals.append(arrival)
-            if len(arrivals) == SLOTS:
-                self._deliver(download, arrivals.popleft())
-        while arrivals:
-            self._deliver(download, arrivals.popleft())
-
-    def _launch_copies(self, flat: torch.Tensor) -> Iterator[_Arrival]:
-        slot_numel = self._ring.slot_nbytes // flat.element_size()
-        for first in range(0, flat.numel(), slot_numel):
-            part = flat[first : first + slot_numel]
+        slot_numel = self._ring.slot_nbytes // download.flat.element_size()
+        for first in range(0, download.flat.numel(), slot_numel):
+            if len(self._arrivals) == SLOTS:
+                self._deliver_oldest()
+            part = download.flat[first : first + slot_numel]
             slot = self._ring.acquire()
-            view = slot.view(part.numel(), flat.dtype)
+            view = slot.view(part.numel(), part.dtype)
             with torch.cuda.stream(self._stream):
                 view.copy_(part, non_blocking=True)
                 event = torch.cuda.Event(blocking=True)
                 event.record(self._stream)
             slot.launch(event)
-            yield _Arrival(first, view, slot)
+            self._arrivals.append(_Arrival(download, first, view, slot))
 
-    def _deliver(self, download: _Download, arrival: _Arrival) -> None:
+    def _deliver_oldest(self) -> None:
+        """Hand the oldest slot to its sink; an error is kept for `wait`, and the rest passes unused."""
+        arrival = self._arrivals.popleft()
+        try:
+            if self._error is None:
+                self._deliver(arrival)
+        except BaseException as error:  # noqa: BLE001 - raised again by wait(), on the caller's thread
+            self._error = error
+        finally:
+            if arrival.is_last:
+                self._queue.task_done()
+
+    def _deliver(self, arrival: _Arrival) -> None:
         arrival.slot.wait()
-        download.sink(download.items, arrival.first, arrival.view)
+        arrival.download.sink(arrival.download.items, arrival.first, arrival.view)
 
 
 @dataclass(frozen=True)
@@ -199,8 +216,7 @@ class UploadPublisher:
     """Publishes weights that are computed on the host to parameters on a device.
 
     The host writes a chunk into a slot; its upload and, with several ranks, its all-gather run on a side
-    stream while the host computes the next chunk. A copy from pageable memory blocks its thread, so it gets one
-    of its own; from page-locked memory that thread would only take the interpreter from the one that computes.
+    stream while the host computes the next chunk.
 
     Args:
         inner: publishes from the device.
@@ -217,8 +233,6 @@ class UploadPublisher:
         self._ring = ring
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._thread = None if ring.pinned else ThreadPoolExecutor(1, "weight-upload")
-        self._uploads: deque[Future[None]] = deque()
         self._started = False  # between the first chunk and `finish`
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
@@ -231,8 +245,6 @@ class UploadPublisher:
             # The device may still be reading the weights of the pass before.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             self._started = True
-        if len(self._uploads) == SLOTS:
-            self._uploads.popleft().result()
         slot = self._ring.acquire()
         staged = slot.view(end - start, self._dtypes[group])
         owned_end = self._inner.owned_end(group, end)
@@ -242,26 +254,6 @@ class UploadPublisher:
     def close_chunk(self, chunk: Chunk) -> None:
         """See `Publisher`."""
         assert isinstance(chunk, _StagedChunk)
-        if self._thread is None:
-            self._upload(chunk)
-        else:
-            self._uploads.append(self._thread.submit(self._upload, chunk))
-
-    def finish(self) -> None:
-        """See `Publisher`."""
-        while self._uploads:
-            self._uploads.popleft().result()
-        with torch.cuda.stream(self._stream):
-            self._inner.finish()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._started = False
-
-    def close(self) -> None:
-        """End the thread, if there is one."""
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def _upload(self, chunk: _StagedChunk) -> None:
         with torch.cuda.stream(self._stream):
             inner = self._inner.open_chunk(chunk.group, chunk.start, chunk.end)
             for target in inner.targets:
@@ -271,3 +263,10 @@ class UploadPublisher:
             event.record(self._stream)
             chunk.slot.launch(event)
             self._inner.close_chunk(inner)
+
+    def finish(self) -> None:
+        """See `Publisher`."""
+        with torch.cuda.stream(self._stream):
+            self._inner.finish()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._started = False
