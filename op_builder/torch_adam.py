@@ -37,8 +37,8 @@ def adam_step(
         exp_avg: [numel] first moment.
         exp_avg_sq: [numel] second moment.
         out: [numel] receives the new parameters in its own type, or None.
-        hyper: step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale, num_threads; the
-            number of threads is torch's own here.
+        hyper: step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale and
+            num_threads, which is torch's own number here.
         cache_out: no difference here.
     """
     step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale, _ = hyper
