@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.checkpoint.agreement import Agreement
+from deepspeed.runtime.checkpoint.engine_mixin import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_setup import (
     cast_floats,
     choose_lr_scheduler,
     choose_optimizer,
     data_parallel_comm,
-    float_tensors,
     make_zero_optimizer,
     place_model,
     training_device,
 )
+from deepspeed.runtime.plain_backward import PlainBackward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.version import __version__
 
@@ -37,16 +39,16 @@ class Progress:
     micro_steps: int = 0  # calls of engine.step()
     boundary: bool | None = None  # what set_gradient_accumulation_boundary said last; None: the engine counts
     backward_done: bool = False  # engine.backward() ran since the last engine.step()
-    scaled_by_caller: bool = False  # the pass under way starts from a loss that is scaled already
     no_sync_warned: bool = False
     step_applied: bool = False  # the last call of engine.step() changed the weights
 
 
-class DeepSpeedEngine(torch.nn.Module):
+class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
     """Trains a module under DeepSpeed's API: `loss = engine(x); engine.backward(loss); engine.step()`.
 
     Goal: one object that behaves like the module and decides when a step is due.
-    Pattern: `backward` scales the loss and lets the ZeRO optimizer collect gradients; `step` counts micro-batches,
+    Pattern: `backward` scales the loss and lets the ZeRO optimizer collect gradients; `step` counts
+        micro-batches,
     and at an accumulation boundary steps the optimizer and, if the optimizer did step, the schedule.
     Lifetime: until `destroy`, after which the module is an ordinary one again.
 
@@ -82,6 +84,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._config = config
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
+        self._agreement = Agreement.make(self._comm.rank, self._comm.world)
         self.device = training_device()
         inner = choose_optimizer(optimizer, model_parameters, model, config)
         place_model(model, config, self.device, self._comm)
@@ -89,13 +92,15 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer: DeepSpeedZeroOptimizer | None = None
         if inner is not None:
             self.optimizer = make_zero_optimizer(inner, model, config, self.device, self._comm)
+        self._plain_backward = PlainBackward(self._loss_factor)
         self.lr_scheduler = choose_lr_scheduler(lr_scheduler, config, self.optimizer)
         self.training_dataloader = None
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._log_start()
 
-    # -- what clients read -------------------------------------------------------------------------------------
+    # -- what clients read
+    # -------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have is the module's, as in stock: `engine.generate`, for example."""
@@ -178,26 +183,32 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def memory_report(self) -> list[dict[str, Any]]:
         """Every host buffer that the engine owns: name, nbytes, pinned."""
-        return [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
+        return (
+            [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
+        )
 
-    # -- train -------------------------------------------------------------------------------------------------
+    # -- train
+    # -------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
         output = self.module(*args, **kwargs)
-        if self.optimizer is not None and torch.is_grad_enabled():
-            self._scale_plain_backward(output)
+        scales = self.gradient_accumulation_steps() > 1 or self._config.fp16.enabled
+        if scales and self.optimizer is not None and torch.is_grad_enabled():
+            return self._plain_backward.watch(output)
         return output
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as `backward` would scale it, for `engine.scale(loss).backward()`."""
         optimizer = self._training_optimizer("scale")
-        self._progress.scaled_by_caller = True
-        return optimizer.scale_loss(loss / self.gradient_accumulation_steps())
+        scaled = optimizer.scale_loss(loss / self.gradient_accumulation_steps())
+        return self._plain_backward.scaled_before(scaled)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Backward of one micro-batch.
 
         Args:
@@ -219,13 +230,11 @@ class DeepSpeedEngine(torch.nn.Module):
             )
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        optimizer.begin_backward(self.is_gradient_accumulation_boundary())
-        self._progress.scaled_by_caller = True
-        try:
+        with (
+            optimizer.backward_pass(self.is_gradient_accumulation_boundary()),
+            self._plain_backward.inactive(),
+        ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
-        finally:
-            self._progress.scaled_by_caller = False
-        optimizer.end_backward()
         self._progress.backward_done = True
         return loss
 
@@ -239,9 +248,10 @@ class DeepSpeedEngine(torch.nn.Module):
         progress = self._progress
         boundary = self.is_gradient_accumulation_boundary()
         if not progress.backward_done:
-            # The gradients come from loss.backward() without the engine.
-            optimizer.begin_backward(boundary)
-            optimizer.end_backward()
+            # The gradients come from loss.backward() without the engine and are still in param.grad.
+            self._check_plain_backward()
+            with optimizer.backward_pass(boundary):
+                pass
         progress.step_applied = False
         if boundary:
             optimizer.step()
@@ -253,7 +263,7 @@ class DeepSpeedEngine(torch.nn.Module):
             self._log_progress()
         progress.micro_steps += 1
         progress.backward_done = False
-        progress.scaled_by_caller = False
+        self._plain_backward.end_micro_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` steps the optimizer."""
@@ -267,7 +277,10 @@ class DeepSpeedEngine(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing; at stage 2 gradients are reduced all the same, since no rank keeps them whole."""
+        """Accumulate without reducing.
+
+        At stage 2 gradients are reduced all the same, since no rank keeps them whole.
+        """
         if self.zero_optimization_stage() >= 2:
             self._warn_no_sync()
         before, self._progress.boundary = self._progress.boundary, False
@@ -310,7 +323,8 @@ class DeepSpeedEngine(torch.nn.Module):
             self.optimizer = None
         self.lr_scheduler = None
 
-    # -- inner -------------------------------------------------------------------------------------------------
+    # -- inner
+    # -------------------------------------------------------------------------------------------------
 
     def _training_optimizer(self, call: str) -> DeepSpeedZeroOptimizer:
         if self.optimizer is None:
@@ -325,18 +339,17 @@ class DeepSpeedEngine(torch.nn.Module):
             self._progress.no_sync_warned = True
             logger.warning("no_sync: no effect at zero_optimization.stage 2, where every pass is reduced")
 
-    def _scale_plain_backward(self, output: Any) -> None:
-        """Let `loss.backward()` without the engine see the same scale, where the gradient enters the module."""
-        if self.gradient_accumulation_steps() == 1 and not self._config.fp16.enabled:
-            return
-        for tensor in float_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._plain_backward_factor)
+    def _loss_factor(self) -> float:
+        return self.cur_scale / self.gradient_accumulation_steps()
 
-    def _plain_backward_factor(self, grad: torch.Tensor) -> torch.Tensor | None:
-        if self._progress.scaled_by_caller or self.optimizer is None:
-            return None
-        return grad * (self.optimizer.loss_scale / self.gradient_accumulation_steps())
+    def _check_plain_backward(self) -> None:
+        """Raises if gradients came by a way on which the loss scale cannot have been applied."""
+        optimizer = self._training_optimizer("step")
+        if self.cur_scale != 1.0 and not self._plain_backward.scaled and optimizer.has_local_grads():
+            raise RuntimeError(
+                f"step: expected gradients of a loss times the loss scale ({self.cur_scale:g}), got some from a backward "
+                "pass that started beside the engine. Call engine.backward(loss), or compute the loss from engine(...)."
+            )
 
     def _log_start(self) -> None:
         if self._comm.rank:
@@ -350,7 +363,9 @@ class DeepSpeedEngine(torch.nn.Module):
             config.dtype,
             self._comm.world,
             config.gradient_clipping,
-            " (the default of 0.19.8; set gradient_clipping to 0 for none)" if config.gradient_clipping_is_default else "",
+            " (the default of 0.19.8; set gradient_clipping to 0 for none)"
+            if config.gradient_clipping_is_default
+            else "",
         )
         for notice in config.notices:
             logger.warning(notice)

@@ -1,0 +1,1 @@
+"""Checkpoints in DeepSpeed's file layout: no copy in memory, any number of ranks."""

@@ -1,0 +1,121 @@
+"""From a checkpoint's optimizer state into a live optimizer's shard, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.tiled import TiledOptimizer
+from deepspeed.runtime.checkpoint.optim_states import LOSS_SCALER, is_flat_state
+from deepspeed.runtime.checkpoint.saved_optimizer import MASTER, SavedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# How an optimizer computes is its own: these settings of a group are not taken from a file.
+_OWN_OPTIONS = ("params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
+
+
+def optimizer_mismatches(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> Iterator[str]:
+    """Why saved state does not fit an optimizer, before anything is loaded."""
+    parts, inner = optimizer.parts, optimizer.optimizer
+    if len(saved.options) != len(parts.groups):
+        yield f"param_groups: expected {len(parts.groups)} groups, got {len(saved.options)}"
+        return
+    needed = _needed_names(inner)
+    for group, layout in enumerate(parts.groups):
+        own = {parts.names[slot.index]: slot.numel for slot in layout.slots}
+        numels = {name: numel for name, numel in saved.numels(group).items() if numel}
+        place = f"param_groups[{group}]"
+        for name, numel in own.items():
+            if numels.get(name) != numel:
+                yield f"{place}, {name}: expected {numel} elements, got {numels.get(name, 'none')}"
+        yield from (f"{place}, {name}: not in the optimizer" for name in numels if name not in own)
+        names = set(saved.flat_dtypes(group))
+        if own and names and needed is not None and not needed <= names:
+            yield f"state of {place}: expected {sorted(needed)}, got {sorted(names)}: of another optimizer"
+
+
+def load_optimizer(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> None:
+    """Copy masters and state of this rank's shard, and the groups' settings.
+
+    Tensors that exist are overwritten where they are; those that the optimizer would make at its first step
+    are made now. Nothing else is allocated.
+    """
+    parts, inner = optimizer.parts, optimizer.optimizer
+    needed = _needed_names(inner)
+    for group, options in enumerate(inner.param_groups):
+        master = options["params"][0]
+        _copy_shard(optimizer, saved, MASTER, group, parts.master.masters[group])
+        dtypes = {k: v for k, v in saved.flat_dtypes(group).items() if needed is None or k in needed}
+        scalars = saved.scalars(group)
+        state = inner.state[master]
+        if not dtypes and not scalars:
+            _reset(state)
+        for name, dtype in dtypes.items():
+            if not is_flat_state(state.get(name), master):
+                state[name] = torch.empty_like(master.data, dtype=dtype)
+            _copy_shard(optimizer, saved, name, group, state[name])
+        for name, value in scalars.items():
+            state[name] = _in_form_of(state.get(name), value)
+        if not state:
+            del inner.state[master]
+        options |= {
+            key: _copied(value) for key, value in saved.options[group].items() if key not in _OWN_OPTIONS
+        }
+    # Lets torch's optimizers bring entries such as `step` into the form that they keep.
+    inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+
+
+def load_loss_scaler(optimizer: DeepSpeedZeroOptimizer, shard: Mapping[str, Any]) -> None:
+    """Take over a dynamic loss scale, from our key, from stock's object, or from stage 0's keys.
+
+    A fixed scale is the configuration's word, whatever the file says.
+    """
+    saved = shard.get(LOSS_SCALER)
+    if saved is None:
+        saved = vars(shard["loss_scaler"]) if "loss_scaler" in shard else shard
+    if optimizer.loss_scaler.dynamic and shard.get("dynamic_loss_scale") and "cur_scale" in saved:
+        optimizer.loss_scaler.load_state_dict(saved)
+
+
+def _copy_shard(
+    optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer, key: str, group: int, flat: torch.Tensor
+) -> None:
+    """Fill a flat tensor of this rank's shard, parameter by parameter."""
+    parts = optimizer.parts
+    layout = parts.groups[group]
+    for segment in layout.segments(*layout.shard_bounds(parts.shard)):
+        out = flat.detach()[segment.offset : segment.offset + segment.numel]
+        saved.copy(key, group, parts.names[segment.slot.index], segment.param_start, out)
+
+
+def _needed_names(inner: torch.optim.Optimizer) -> set[str] | None:
+    """The flat entries that an optimizer works with; None if that is not known."""
+    if isinstance(inner, (DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW)):
+        amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
+        return {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
+    return {inner.moment_name} if isinstance(inner, TiledOptimizer) else None
+
+
+def _reset(state: dict[str, Any]) -> None:
+    """The state of an optimizer that has not stepped."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        elif isinstance(value, (int, float)):
+            state[name] = type(value)(0)
+
+
+def _in_form_of(own: Any, value: Any) -> Any:
+    """A scalar entry as the optimizer keeps it: a whole number or a tensor."""
+    if isinstance(own, int):
+        return int(value)
+    if isinstance(own, torch.Tensor):
+        return torch.as_tensor(value, dtype=own.dtype).to(own.device, copy=True)
+    return _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

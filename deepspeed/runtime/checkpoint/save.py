@@ -1,0 +1,210 @@
+"""The steps of a save, the same on every rank: agree, write, agree, switch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint import atomic
+from deepspeed.runtime.checkpoint.agreement import AbsentRankError, Agreement, attempt
+from deepspeed.runtime.checkpoint.names import (
+    LATEST,
+    MODEL_STATES,
+    SCRIPT,
+    CheckpointError,
+    optim_states_name,
+    optim_states_rank,
+)
+from deepspeed.runtime.checkpoint.progress import byte_bar
+from deepspeed.runtime.checkpoint.torch_file import TorchFile, plan_torch_file, write_planned
+from deepspeed.runtime.zero.collectives import Comm
+
+logger = logging.getLogger("DeepSpeed")
+
+_CALL = "save_checkpoint"
+_SCRIPT_TEXT = '''#!/usr/bin/env python
+"""Writes the fp32 weights of this checkpoint: python zero_to_fp32.py . output_folder [--help]"""
+
+import runpy
+
+runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__")
+'''
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is to be saved where.
+
+    Args:
+        folder: the checkpoint folder.
+        tag: name of the subfolder.
+        save_latest: whether `latest` is to name it.
+        sharded: whether every rank writes an optimizer file (stages 1 and 2).
+        bf16: whether their names carry the prefix.
+        node_local: whether each node has its own file system.
+    """
+
+    folder: Path
+    tag: str
+    save_latest: bool
+    sharded: bool
+    bf16: bool
+    node_local: bool
+
+
+# Makes the content of a rank's files: file name -> nested containers.
+Contents = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A file on its way."""
+
+    name: str
+    path: Path  # its temporary name
+    plan: TorchFile
+
+
+class Saver:
+    """Writes checkpoints.
+
+    Pattern: the ranks first make sure that all of them are here and mean the same checkpoint. Each writes its
+    files under temporary names and flushes them. Only when all have succeeded does the folder switch (see
+    `atomic`), and `latest` after it. A failure on any rank raises the same error on all, and what stood there
+    before still stands. Memory: one piece of a tensor at a time, `PIECE_NBYTES`, and only for tensors that
+    are on a device.
+
+    Args:
+        comm: the data-parallel ranks.
+        agreement: how they agree.
+    """
+
+    def __init__(self, comm: Comm, agreement: Agreement) -> None:
+        self._comm = comm
+        self._agreement = agreement
+
+    def save(self, request: SaveRequest, contents: Contents) -> None:
+        """Save on every rank.
+
+        Args:
+            request: what and where; the same on every rank.
+            contents: makes the content of this rank's files.
+
+        Raises:
+            CheckpointError: the same on every rank; nothing has changed.
+        """
+        save_id = self._begin(request)
+        folder = request.folder / request.tag
+        names, error = attempt(lambda: self._write(folder, save_id, contents()))
+        try:
+            self._agreement.agree(_CALL, error)
+            self._let_count(request, save_id)
+        except AbsentRankError:
+            raise  # the absent rank may have let the files count: they stay
+        except CheckpointError:
+            self._discard(folder, save_id, names or ())
+            raise
+        self._settle(request, save_id, names)
+
+    def is_committer(self, request: SaveRequest) -> bool:
+        """Whether this rank writes what all ranks of its file system share."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return self._comm.rank == 0 or (request.node_local and local_rank == 0)
+
+    def _begin(self, request: SaveRequest) -> str:
+        """Make sure that all ranks are here for the same checkpoint; returns the save's identity."""
+        own = {"tag": request.tag, "folder": str(request.folder), "save_id": uuid.uuid4().hex[:8]}
+        messages = self._agreement.exchange(_CALL, own)
+        for key in ("tag",) if request.node_local else ("tag", "folder"):
+            values = [message[key] for message in messages]
+            if len(set(values)) > 1:
+                raise CheckpointError(
+                    f"{_CALL}: {'tag' if key == 'tag' else 'save_dir'}: expected the same on every rank, got "
+                    f"{values} in "
+                    "rank order. Pass one that all ranks know, such as the step."
+                )
+        _, error = attempt(lambda: self._prepare(request))
+        self._agreement.agree(_CALL, error)
+        return messages[0]["save_id"]
+
+    def _prepare(self, request: SaveRequest) -> None:
+        """Complete or clear away what an interrupted save left under this tag."""
+        folder = request.folder / request.tag
+        if not self.is_committer(request):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        before = atomic.TagFolder.open(folder)
+        if before.save_id is not None:
+            atomic.rename_temporary(folder, before.names, before.save_id)
+            atomic.remove_record(folder)
+        for path in atomic.leftovers(folder):
+            logger.warning(
+                "%s: left over by an interrupted save, %d bytes; removed", path, path.stat().st_size
+            )
+            path.unlink()
+
+    def _write(self, folder: Path, save_id: str, contents: dict[str, Any]) -> list[str]:
+        """Write this rank's files under temporary names; returns their names."""
+        folder.mkdir(parents=True, exist_ok=True)
+        planned = [
+            _Planned(name, folder / atomic.temporary_name(name, save_id), plan_torch_file(content))
+            for name, content in contents.items()
+        ]
+        total = sum(item.plan.tensor_nbytes for item in planned)
+        try:
+            with byte_bar(
+                f"save {folder.name}", total, self._comm.rank == 0, self._agreement.beat
+            ) as advance:
+                for item in planned:
+                    write_planned(item.path, item.plan, advance)
+        except BaseException:
+            self._discard(folder, save_id, [item.name for item in planned])
+            raise
+        atomic.sync_folder(folder)
+        return [item.name for item in planned]
+
+    def _discard(self, folder: Path, save_id: str, names: Sequence[str]) -> None:
+        """Remove files that will not count."""
+        for name in names:
+            (folder / atomic.temporary_name(name, save_id)).unlink(missing_ok=True)
+
+    def _let_count(self, request: SaveRequest, save_id: str) -> None:
+        """All files are there: from here on they are the checkpoint."""
+        _, error = attempt(lambda: self._write_record(request, save_id))
+        self._agreement.agree(_CALL, error)
+
+    def _write_record(self, request: SaveRequest, save_id: str) -> None:
+        if self.is_committer(request):
+            atomic.write_record(request.folder / request.tag, save_id, self._names(request))
+
+    def _settle(self, request: SaveRequest, save_id: str, own_names: Sequence[str]) -> None:
+        """Give the files their own names, and let `latest` say so."""
+        folder = request.folder / request.tag
+        _, error = attempt(lambda: atomic.rename_temporary(folder, own_names, save_id))
+        self._agreement.agree(_CALL, error)
+        _, error = attempt(lambda: self._finish(request))
+        self._agreement.agree(_CALL, error)
+
+    def _finish(self, request: SaveRequest) -> None:
+        """Clear away an older checkpoint's files of the same tag, then let `latest` name this one."""
+        if not self.is_committer(request):
+            return
+        folder, names = request.folder / request.tag, self._names(request)
+        for entry in os.scandir(folder):
+            if optim_states_rank(entry.name) is not None and entry.name not in names:
+                os.unlink(entry.path)
+        atomic.remove_record(folder)
+        if request.sharded:
+            atomic.replace_text(request.folder / SCRIPT, _SCRIPT_TEXT, 0o744)
+        if request.save_latest:
+            atomic.replace_text(request.folder / LATEST, request.tag)
+
+    def _names(self, request: SaveRequest) -> list[str]:
+        """The files of the checkpoint, over all ranks."""
+        ranks = range(self._comm.world) if request.sharded else ()
+        return [MODEL_STATES, *(optim_states_name(rank, request.bf16) for rank in ranks)]
