@@ -48,7 +48,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
 
     Goal: one object that behaves like the module and decides when a step is due.
     Pattern: `backward` scales the loss and lets the ZeRO optimizer collect gradients; `step` counts
-        micro-batches,
+    micro-batches,
     and at an accumulation boundary steps the optimizer and, if the optimizer did step, the schedule.
     Lifetime: until `destroy`, after which the module is an ordinary one again.
 
@@ -99,8 +99,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._log_start()
 
-    # -- what clients read
-    # -------------------------------------------------------------------------------------
+    # -- what clients read ---------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have is the module's, as in stock: `engine.generate`, for example."""
@@ -187,8 +186,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
         )
 
-    # -- train
-    # -------------------------------------------------------------------------------------------------
+    # -- train ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
@@ -323,8 +321,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             self.optimizer = None
         self.lr_scheduler = None
 
-    # -- inner
-    # -------------------------------------------------------------------------------------------------
+    # -- inner ---------------------------------------------------------------------------------------------
 
     def _training_optimizer(self, call: str) -> DeepSpeedZeroOptimizer:
         if self.optimizer is None:

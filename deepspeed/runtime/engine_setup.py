@@ -1,9 +1,12 @@
-"""What `DeepSpeedEngine` does once, at construction: place the model, choose optimizer, settings and schedule."""
+"""What `DeepSpeedEngine` does once, at construction.
+
+Place the model, choose optimizer, settings and schedule.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -115,15 +118,25 @@ def make_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
 
 
 def make_zero_optimizer(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, config: DeepSpeedConfig, device: torch.device, comm: Comm
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module,
+    config: DeepSpeedConfig,
+    device: torch.device,
+    comm: Comm,
 ) -> DeepSpeedZeroOptimizer:
     """Wrap an inner optimizer."""
     return DeepSpeedZeroOptimizer(
-        optimizer, list(module.named_parameters()), zero_settings(config, device), comm, make_loss_scaler(config)
+        optimizer,
+        list(module.named_parameters()),
+        zero_settings(config, device),
+        comm,
+        make_loss_scaler(config),
     )
 
 
-def choose_lr_scheduler(client: Any, config: DeepSpeedConfig, optimizer: DeepSpeedZeroOptimizer | None) -> Any:
+def choose_lr_scheduler(
+    client: Any, config: DeepSpeedConfig, optimizer: DeepSpeedZeroOptimizer | None
+) -> Any:
     """The client's schedule, made if it is callable, else the one that the configuration names, else None.
 
     A frozen model under a training configuration has neither.
@@ -156,16 +169,3 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(cast_floats(item, dtype) for item in value)
     return value
-
-
-def float_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The floating tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from float_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from float_tensors(item)

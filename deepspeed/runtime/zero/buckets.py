@@ -124,8 +124,8 @@ class GradBucket:
 class BucketPool:
     """Flat buffers for buckets in flight.
 
-    On the host a buffer is kept for the next bucket, since fresh pages cost more than the copy into them; on a device
-    the caching allocator does that, stream by stream.
+    On the host a buffer is kept for the next bucket, since fresh pages cost more than the copy into them; on
+    a device the caching allocator does that, stream by stream.
 
     Args:
         dtype: element type of the gradients on the wire.
@@ -164,10 +164,10 @@ class BucketPool:
 class GradReducer:
     """Runs the buckets in rounds: within a round each is launched once, in plan order, on every rank.
 
-    A bucket is launched as soon as it and all before it are complete, so reductions overlap with the rest of the
-    backward pass; `flush` launches the others at the end of it. Which gradients arrive, and in which order, differs
-    from rank to rank (branches, unused or re-used modules, re-entrant checkpointing); the sequence of collectives
-    does not.
+    A bucket is launched as soon as it and all before it are complete, so reductions overlap with the rest of
+    the backward pass; `flush` launches the others at the end of it. Which gradients arrive, and in which
+    order, differs from rank to rank (branches, unused or re-used modules, re-entrant checkpointing); the
+    sequence of collectives does not.
     A gradient that arrives after its bucket was launched stays in `param.grad` and goes into the next round.
 
     Args:
@@ -188,7 +188,7 @@ class GradReducer:
         pool: BucketPool,
         overlap: bool,
     ) -> None:
-        self.armed = True  # whether arriving gradients are taken; otherwise they accumulate in param.grad
+        self.armed = False  # whether arriving gradients are taken; otherwise they accumulate in param.grad
         self.seen: set[int] = set()  # slot.index of the gradients taken since `begin_step`
         self.rounds = 0  # rounds ended since `begin_step`; the same on every rank
         self._params = params

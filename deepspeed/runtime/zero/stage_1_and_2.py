@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed.runtime.zero.buckets import GradReducer
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.param_access import ParamAccess
-from deepspeed.runtime.zero.parts import Master, ZeroParts, ZeroSettings, build_parts
+from deepspeed.runtime.zero.parts import ZeroParts, ZeroSettings, build_parts
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -27,7 +28,10 @@ _CLIP_EPS = 1e-6
 
 @dataclass
 class StepStatus:
-    """What is known about the step under way and the last one; one object for life, since clients proxy attributes."""
+    """What is known about the step under way and the last one.
+
+    One object for life, since clients proxy attributes.
+    """
 
     overflow: bool = False  # the last step was skipped because a gradient was not finite
     grad_norm: float | None = None  # of the last step: over all ranks, unscaled, before clipping
@@ -50,13 +54,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     Goal: each rank keeps the master weights and optimizer state of its shard only, on its device or, with
     offload, in host memory at 16 bytes a parameter (see `HostMaster`). Stage 0 is the same machine with one
     shard that every rank owns.
-    Pattern: gradients flow from `param.grad` through fixed buckets to their owner (`GradReducer`) and into the
+    Pattern: gradients flow from `param.grad` through fixed buckets to their owner (`GradReducer`) and into
+    the
     master's gradient. `step` then is three phases: collect what is still outstanding; decide, by one
-    all-reduce, for all ranks alike, whether to skip and how much to clip; apply, publishing fresh weights as they are
-    computed.
-    Lifetime: from `deepspeed.initialize` to `destroy`. The inner optimizer's group dictionaries are the user's own
-    objects; their `params` are the flat fp32 masters meanwhile and the model's parameters again after `destroy`.
-    Memory, bytes a parameter of the shard: see `HostMaster` and `DeviceMaster`; plus the buckets in flight.
+    all-reduce, for all ranks alike, whether to skip and how much to clip; apply, publishing fresh weights as
+    they are computed.
+    Lifetime: from `deepspeed.initialize` to `destroy`. The inner optimizer's group dictionaries are the
+    user's own
+    objects; their `params` are the flat fp32 masters meanwhile and the model's parameters again after
+    `destroy`. Memory, bytes a parameter of the shard: see `HostMaster` and `DeviceMaster`; plus the buckets
+    in flight.
 
     Args:
         optimizer: the inner optimizer, over the model's parameters.
@@ -65,7 +72,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         comm: the data-parallel ranks.
         loss_scaler: what the loss was multiplied by.
 
-    Source: Rajbhandari and others, 2020, ZeRO, sections 5.1 and 5.2; Ren and others, 2021, ZeRO-Offload, section 4.
+    Source: Rajbhandari and others, 2020, ZeRO, sections 5.1 and 5.2; Ren and others, 2021, ZeRO-Offload,
+    section 4.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._access = ParamAccess(self._parts, comm, optimizer, loss_scaler)
         self._access.attach()
 
-    # -- what clients read -------------------------------------------------------------------------------------
+    # -- what clients read ---------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -106,7 +114,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping; None before the first step."""
+        """Norm of the last step's gradients over all ranks, unscaled, before clipping.
+
+        None before the first step.
+        """
         return self._status.grad_norm
 
     @property
@@ -152,7 +163,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Element type of the model's gradients on the wire."""
         return self._parts.wire_dtype
 
-    # -- what checkpoints read and write -----------------------------------------------------------------------
+    # -- what checkpoints read and write -------------------------------------------------------------------
 
     @property
     def parts(self) -> ZeroParts:
@@ -177,16 +188,31 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Bring the masters' present values to the parameters. Collective."""
         self._parts.master.publish(self._parts.publisher)
 
-    # -- backward ----------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------
 
-    def begin_backward(self, is_boundary: bool) -> None:
-        """A backward pass starts; at stages 0 and 1 its gradients are reduced only if the step follows."""
-        self._parts.reducer.armed = self._settings.reduces_every_pass(self._comm.world) or is_boundary
+    @contextmanager
+    def backward_pass(self, is_boundary: bool) -> Iterator[None]:
+        """Around a backward pass that every rank makes: takes its gradients, and reduces them at the end.
 
-    def end_backward(self) -> None:
-        """A backward pass has ended on every rank: bring its gradients to their owners."""
-        if self._parts.reducer.armed:
-            self._parts.reducer.flush()
+        At stages 0 and 1 that happens only if the step follows; otherwise gradients stay in `param.grad`, as
+        do those of a pass outside this context. Nothing is launched then: without an end that all ranks agree
+        on, a reduction could meet a collective of the caller's on another rank.
+
+        Args:
+            is_boundary: whether the step follows.
+        """
+        reducer = self._parts.reducer
+        reducer.armed = self._settings.reduces_every_pass(self._comm.world) or is_boundary
+        try:
+            yield
+            if reducer.armed:
+                reducer.flush()
+        finally:
+            reducer.armed = False
+
+    def has_local_grads(self) -> bool:
+        """Whether this rank holds gradients that no pass has reduced yet."""
+        return self._parts.reducer.pending_count() > 0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, fp32 when a scale applies."""
@@ -194,11 +220,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of one micro-batch that a step follows, as stock's method of that name."""
-        self.begin_backward(is_boundary=True)
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
-        self.end_backward()
+        with self.backward_pass(is_boundary=True):
+            self.scale_loss(loss).backward(retain_graph=retain_graph)
 
-    # -- step --------------------------------------------------------------------------------------------------
+    # -- step ----------------------------------------------------------------------------------------------
 
     def step(self, closure: None = None) -> None:
         """Collect, decide, apply.
@@ -287,7 +312,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 self._status.skipped_steps,
             )
 
-    # -- torch's optimizer surface -----------------------------------------------------------------------------
+    # -- torch's optimizer surface -------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no pass has reduced yet. Those that a step still needs are kept, as in stock."""
