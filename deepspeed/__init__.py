@@ -1,4 +1,4 @@
-"""DeepSpeed Lean: DeepSpeed's training API for ZeRO 0, 1 and 2 with the optimizer on the host, in the bytes that arithmetic says.
+"""DeepSpeed Lean: DeepSpeed's training API for ZeRO 0, 1 and 2, with the optimizer on the host.
 
 Importing has no side effects: no device is touched, no process group is made, no op is built.
 """
@@ -69,10 +69,13 @@ def initialize(
     Args:
         args: may carry `deepspeed_config`, the path of the configuration.
         model: the module; moved to this rank's device and cast to the configured dtype in place.
-        optimizer: a torch optimizer over its parameters, or a callable that makes one; overrides the configuration's.
-        model_parameters: parameters or groups for the configuration's optimizer; by default all trainable ones.
+        optimizer: a torch optimizer over its parameters, or a callable that makes one; overrides the
+            configuration's.
+        model_parameters: parameters or groups for the configuration's optimizer; by default all trainable
+            ones.
         training_data: a dataset; a loader over it is returned.
-        lr_scheduler: a schedule, or a callable that makes one from an optimizer; overrides the configuration's.
+        lr_scheduler: a schedule, or a callable that makes one from an optimizer; overrides the
+            configuration's.
         distributed_port: port of rank 0 when none is set.
         mpu: an object that names the data-parallel group.
         dist_init_required: False when torch.distributed is initialized already.
@@ -122,7 +125,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         The same parser.
     """
     group = parser.add_argument_group("DeepSpeed", "settings of the training engine")
-    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed; scripts read it, the engine does not")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="use DeepSpeed; scripts read it, the engine does not"
+    )
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the configuration (JSON)")
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)

@@ -52,7 +52,7 @@ class Job:
         """Return what every rank finds in its environment beside the agent's variables.
 
         Source: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE as DeepSpeed sets them. OMP_NUM_THREADS shares the cores
-            among
+        among
         the ranks unless the user set it: N ranks with a thread a core each are slower than with their share.
         """
         made = {"LOCAL_SIZE": str(self.num_ranks), "CROSS_RANK": "0", "CROSS_SIZE": "1", **self.env}

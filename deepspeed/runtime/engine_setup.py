@@ -52,9 +52,13 @@ def place_model(module: torch.nn.Module, config: DeepSpeedConfig, device: torch.
     """Move a model to the device in the configured dtype, with rank 0's values on every rank.
 
     One tensor at a time, in place: parameters stay the same objects, so optimizers over them stay valid.
+    Buffers keep their dtype, as in stock: tables of positions and running statistics need it.
     """
-    dtype = config.dtype if config.fp16.enabled or config.bf16.enabled else None
-    module.to(device=device, dtype=dtype)
+    if config.fp16.enabled or config.bf16.enabled:
+        for param in module.parameters():
+            if param.is_floating_point():
+                param.data = param.data.to(device=device, dtype=config.dtype)
+    module.to(device=device)
     for tensor in list(module.parameters()) + list(module.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
@@ -150,7 +154,7 @@ def choose_lr_scheduler(
             key, got = ("lr_scheduler", client) if scheduler is None else ("scheduler.type", scheduler.type)
             raise ValueError(
                 f"{key}: expected an optimizer to schedule, got {got!r} without one. "
-                "Add an optimizer to the configuration or to deepspeed.initialize, or leave the scheduler out."
+                "Add an optimizer to the configuration or deepspeed.initialize, or leave the scheduler out."
             )
         return client if not callable(client) else None
     if client is not None:

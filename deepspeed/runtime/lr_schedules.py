@@ -4,7 +4,7 @@ A schedule writes ``group["lr"]`` of live parameter groups; it never copies or r
 ``step()`` is one optimizer step; ``last_batch_iteration`` counts them from 0 and is the whole state.
 
 Source: parameters and values of DeepSpeed 0.19.8, observed step by step; tests/unit/data/lr_schedules.json
-    holds them.
+holds them.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def build_optimizer(
         NotImplementedError: An optimizer that DeepSpeed has and this package has not.
 
     Source: names, defaults and the choice of class of DeepSpeed 0.19.8; weight decay is 0 unless given,
-        torch's own default with `torch_adam`.
+    torch's own default with `torch_adam`.
     """
     params = dict(params_dict)
     cls = _optimizer_class(name, params, offload, zero_enabled)

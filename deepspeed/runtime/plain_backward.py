@@ -16,9 +16,8 @@ class PlainBackward:
 
     Goal: a training loop that calls `loss.backward()` trains as one that calls `engine.backward(loss)`.
     Pattern: what leaves the engine are views of the module's outputs, each with a hook that multiplies what
-    comes back.
-    The module's own graph does not pass through the views, so a loss that it computes from another of
-    its outputs, such as logits, is scaled once.
+    comes back. The module's own graph does not pass through the views, so a loss that it computes from
+    another of its outputs, such as logits, is scaled once.
 
     Args:
         factor: loss scale divided by accumulation steps, now.

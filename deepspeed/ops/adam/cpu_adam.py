@@ -16,8 +16,8 @@ from .host_threads import host_threads
 # (name, numel, dtype) -> host tensor of that size
 Allocator = Callable[[str, int, torch.dtype], torch.Tensor]
 
-# torch's method without the wrapper that keeps torch.compile out of it: the wrapper imports the whole compiler, 76 MB of
-# host memory a rank and a second of start, to protect code that nobody compiles here.
+# torch's method without the wrapper that keeps torch.compile out of it: the wrapper imports the whole
+# compiler, 76 MB of host memory a rank and a second of start, to protect code that nobody compiles here.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -158,7 +158,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         out: torch.Tensor | None,
         cache_out: bool = False,
     ) -> Callable[[], None]:
-        """Prepares the update of a part of a flat parameter and its moments; `state["step"]` is the caller's to count.
+        """Prepares the update of a part of a flat parameter; `state["step"]` is the caller's to count.
 
         Args:
             group: settings, read now.
@@ -167,7 +167,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             grad: [len(part)] gradient.
             grad_scale: multiplies the gradient first.
             out: [len(part)] receives the updated elements in its own type, or None.
-            cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written past it.
+            cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written
+                past it.
 
         Returns:
             The update; it runs without the interpreter's lock.
@@ -224,7 +225,10 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
 
 def _load_moment(state: dict[str, Any], name: str, saved: dict[str, Any] | None) -> None:
-    """Takes a moment from a saved state into the tensor that is there, if it fits; without a saved state, zeros."""
+    """Takes a moment from a saved state into the tensor that is there, if it fits.
+
+    Without a saved state, zeros.
+    """
     own = state.get(name)
     if not saved:
         state[name].zero_()

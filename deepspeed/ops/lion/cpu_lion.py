@@ -22,7 +22,7 @@ class DeepSpeedCPULion(TiledOptimizer):
         adamw_mode: ignored; clients pass it to every host optimizer.
 
     Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2; signature and
-        state names of DeepSpeed 0.19.8.
+    state names of DeepSpeed 0.19.8.
     """
 
     moment_name = "exp_avg"

@@ -21,7 +21,7 @@ class FusedLion(torch.optim.Optimizer):
         set_grad_none: accepted for DeepSpeed's signature; `zero_grad` drops gradients unless told otherwise.
 
     Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2; signature of
-        DeepSpeed 0.19.8.
+    DeepSpeed 0.19.8.
     """
 
     def __init__(

@@ -62,9 +62,7 @@ def inner_state(optimizer: DeepSpeedZeroOptimizer) -> dict[str, Any]:
         if entries:
             state[index] = entries
         groups.append({key: value for key, value in group.items() if key != "params"} | {"params": [index]})
-    if isinstance(inner, FusedAdam):
-        _add_stock_keys(state, groups)
-    return {"state": state, "param_groups": groups}
+    return with_stock_keys(inner, {"state": state, "param_groups": groups})
 
 
 def is_flat_state(value: Any, master: torch.Tensor) -> bool:
@@ -72,14 +70,15 @@ def is_flat_state(value: Any, master: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == master.numel()
 
 
-def _add_stock_keys(state: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Stock's FusedAdam reads its groups from the file: with what torch's does not keep, and whole step "
-    "counts."""
-    for entries in state.values():
-        entries["step"] = int(entries["step"])
-    for group in groups:
-        group.setdefault("bias_correction", True)
-        group.setdefault("step", 0)
+def with_stock_keys(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Add what stock's FusedAdam expects in a file and torch's does not keep; steps as whole numbers."""
+    if isinstance(inner, FusedAdam):
+        for entries in state_dict["state"].values():
+            entries["step"] = int(entries["step"])
+        for group in state_dict["param_groups"]:
+            group.setdefault("bias_correction", True)
+            group.setdefault("step", 0)
+    return state_dict
 
 
 def _slices(optimizer: DeepSpeedZeroOptimizer, layout: GroupLayout) -> OrderedDict[str, dict[str, int]]:

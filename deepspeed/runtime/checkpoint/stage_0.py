@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.checkpoint.optim_states import inner_state, is_flat_state
+from deepspeed.runtime.checkpoint.optim_states import inner_state, is_flat_state, with_stock_keys
 from deepspeed.runtime.checkpoint.saved_optimizer import MASTER, PerParamState, SavedOptimizer, ShardedState
 from deepspeed.runtime.checkpoint.torch_file import TensorSource
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -78,7 +78,7 @@ def _per_param(optimizer: DeepSpeedZeroOptimizer) -> dict[str, Any]:
         groups.append(
             {key: value for key, value in options.items() if key != "params"} | {"params": list(own)}
         )
-    return {"state": state, "param_groups": groups}
+    return with_stock_keys(inner, {"state": state, "param_groups": groups})
 
 
 def _group_names(optimizer: DeepSpeedZeroOptimizer) -> list[list[str]]:

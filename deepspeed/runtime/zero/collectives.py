@@ -1,7 +1,8 @@
 """The collectives of ZeRO 1 and 2 as functions over a process group; nothing here keeps state.
 
 On gloo a sum is taken in rank order in fp32, so that its bits depend neither on the bucket's extent nor on a
-ring's starting point, and every 16-bit type works whatever gloo's own reductions support. On NCCL the library reduces.
+ring's starting point, and every 16-bit type works whatever gloo's own reductions support. On NCCL the library
+reduces.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Comm:
         """Describe a group; without an initialized torch.distributed, a world of one."""
         if not dist.is_initialized():
             return cls(None, 0, 1, True)
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), "nccl" not in dist.get_backend(group))
+        return cls(
+            group, dist.get_rank(group), dist.get_world_size(group), "nccl" not in dist.get_backend(group)
+        )
 
     def global_rank(self, rank: int) -> int:
         """A group rank as torch.distributed's root arguments want it."""
@@ -47,8 +50,8 @@ def launch_reduce_mean(flat: torch.Tensor, owner_bounds: Sequence[int], comm: Co
     """Start reducing each owner's slice of a bucket to its owner.
 
     Args:
-        flat: `[owner_bounds[-1]]` floating, the bucket. The own slice is overwritten with the mean over ranks; the
-            rest is undefined afterwards.
+        flat: `[owner_bounds[-1]]` floating, the bucket. The own slice is overwritten with the mean over
+            ranks; the rest is undefined afterwards.
         owner_bounds: `[world + 1]`, owner r's slice is `[owner_bounds[r], owner_bounds[r + 1])`.
         comm: the ranks.
 

@@ -32,8 +32,8 @@ class LedgerEntry:
 class Ledger:
     """Every host buffer that an engine owns: name, bytes, page-locked or not.
 
-    A buffer enters when it is made and leaves when its memory is returned. Iterating gives `LedgerEntry` tuples in
-    the order of creation.
+    A buffer enters when it is made and leaves when its memory is returned. Iterating gives `LedgerEntry`
+    tuples in the order of creation.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Ledger:
 class HostBuffer:
     """An anonymous private mapping of exactly the bytes asked for (rounded up to pages by the kernel).
 
-    Goal: training state that costs what arithmetic says, also beside forked data-loader workers. A child of `fork`
-    shares the parent's pages until the parent writes; then the kernel duplicates each page for the child's sake.
-    The mapping is therefore kept out of children (`MADV_DONTFORK`): nothing is shared, nothing is duplicated, and a
-    child that touches it ends loudly. Memory goes back to the system at once when the last tensor over it is
-    gone, in the process that made it and in no other.
+    Goal: training state that costs what arithmetic says, also beside forked data-loader workers. A child of
+    `fork` shares the parent's pages until the parent writes; then the kernel duplicates each page for the
+    child's sake. The mapping is therefore kept out of children (`MADV_DONTFORK`): nothing is shared, nothing
+    is duplicated, and a child that touches it ends loudly. Memory goes back to the system at once when the
+    last tensor over it is gone, in the process that made it and in no other.
 
     Memory: `nbytes`, resident from the first write on.
 
@@ -116,14 +116,16 @@ class HostBuffer:
         return self
 
     def retype(self, dtype: torch.dtype) -> None:
-        """Convert the elements in place to a wider dtype within the reserved bytes; no second copy exists at any time.
+        """Convert the elements in place to a wider dtype within the reserved bytes; no copy exists at any time.
 
         Upper halves first: the target bytes of elements `[h, n)` with `h = ceil(n / 2)` lie behind every
         source byte when the element doubles, so each round reads and writes disjoint memory.
         """
         narrow, numel = self.tensor, self.numel
         if dtype.itemsize != 2 * self.dtype.itemsize or numel * dtype.itemsize > self._bytes.numel():
-            raise RuntimeError(f"{self.name}: expected a reserved dtype twice as wide as {self.dtype}, got {dtype}.")
+            raise RuntimeError(
+                f"{self.name}: expected a reserved dtype twice as wide as {self.dtype}, got {dtype}."
+            )
         wide = self._bytes[: numel * dtype.itemsize].view(dtype)
         while numel > 1:
             half = (numel + 1) // 2
@@ -149,8 +151,8 @@ class HostBuffer:
             self._unpin.atexit = False
         else:
             logger.warning(
-                "zero_optimization.offload_optimizer.pin_memory: page-locking %d bytes for %s failed (CUDA error %d); "
-                "going on without. Raise the memlock limit (ulimit -l) or set pin_memory to false.",
+                "zero_optimization.offload_optimizer.pin_memory: page-locking %d bytes for %s failed "
+                "(CUDA error %d); going on without. Raise the memlock limit (ulimit -l) or set pin_memory to false.",
                 self._bytes.numel(),
                 self.name,
                 code,
@@ -171,7 +173,9 @@ def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:
     if nbytes == 0:
         return None
     libc = _libc()
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    address = libc.mmap(
+        None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise MemoryError(
@@ -179,8 +183,11 @@ def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:
             "Use more ranks, a smaller model, or a machine with more memory."
         )
     if libc.madvise(address, nbytes, _MADV_DONTFORK) != 0:
-        logger.warning("%s: cannot be kept out of forked children (%s)", name, os.strerror(ctypes.get_errno()))
-    # Fewer page faults at the start and fewer TLB misses in every step; a kernel without huge pages refuses, harmlessly.
+        logger.warning(
+            "%s: cannot be kept out of forked children (%s)", name, os.strerror(ctypes.get_errno())
+        )
+    # Fewer page faults at the start and fewer TLB misses in every step; a kernel without huge pages refuses,
+    # harmlessly.
     libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
@@ -203,7 +210,14 @@ def _libc() -> ctypes.CDLL:
     """The C library of this process with the three calls typed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc

@@ -27,12 +27,13 @@ class HostSettings:
     """How a host master keeps its state.
 
     Args:
-        grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive in.
+        grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive
+            in.
         grad_threads: threads that store and add gradients, beside the backward pass.
         step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
-        cache_weights: whether fresh weights stay in the cache, for a processor that copies them on; otherwise they are
-            written past it.
+        cache_weights: whether fresh weights stay in the cache, for a processor that copies them on; otherwise
+            they are written past it.
     """
 
     grad_dtype: torch.dtype
@@ -64,13 +65,14 @@ class HostMaster:
 
     Goal: 16 bytes a parameter, or 14 when a 16-bit gradient arrives once a step, and not one more: at
     initialization, at the first step, at a save, and beside forked children.
-    Pattern: `load_grads` stores the first contribution of a step and adds the later ones in fp32, in the one gradient
-    buffer there is; the kernel that does it also returns the sum of squares of the result, which therefore
-    is known without another pass when the last contribution is in. `step` walks each tile once: the Adam kernel
-    reads the gradient times one factor (unscale and clip) and writes master, moments and the low-precision weight.
-    The gradient itself is never rewritten. Another optimizer runs in its ordinary way on the flat shard instead.
-    Lifetime: from initialization to `close`. A 16-bit gradient buffer is widened in place, once and for good, when a
-    second contribution comes; address space for it is reserved from the beginning.
+    Pattern: `load_grads` stores the first contribution of a step and adds the later ones in fp32, in the one
+    gradient buffer there is; the kernel that does it also returns the sum of squares of the result, which
+    therefore is known without another pass when the last contribution is in. `step` walks each tile once: the
+    Adam kernel reads the gradient times one factor (unscale and clip) and writes master, moments and the
+    low-precision weight. The gradient itself is never rewritten. Another optimizer runs in its ordinary way
+    on the flat shard instead.
+    Lifetime: from initialization to `close`. A 16-bit gradient buffer is widened in place, once and for good,
+    when a second contribution comes; address space for it is reserved from the beginning.
     Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments.
 
     Args:
@@ -97,7 +99,9 @@ class HostMaster:
         self._settings = settings
         self._op = op
         self._downloader = downloader
-        self._pieces: dict[tuple[int, int], _Piece] = {}  # by (group, shard_start); what this step has brought
+        self._pieces: dict[
+            tuple[int, int], _Piece
+        ] = {}  # by (group, shard_start); what this step has brought
         self._state_buffers: list[HostBuffer] = []
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
         self._compute = ThreadPoolExecutor(1, "host-adam") if downloader is not None else None
@@ -163,7 +167,7 @@ class HostMaster:
             group.grads.tensor.mul_(factor)
 
     def step(self, factor: float, publisher: Publisher) -> None:
-        """Update masters and state from the gradients times `factor`, and publish the weights tile by tile."""
+        """Update masters and state from the gradients times `factor`; publish the weights tile by tile."""
         self.wait_grads()
         if self._fused:
             for group in self._groups:
@@ -229,7 +233,10 @@ class HostMaster:
         """
         base = items[0].bucket_start + first
         for item in items:
-            low, high = max(item.bucket_start - base, 0), min(item.bucket_start + item.numel - base, flat.numel())
+            low, high = (
+                max(item.bucket_start - base, 0),
+                min(item.bucket_start + item.numel - base, flat.numel()),
+            )
             if low < high:
                 start = item.shard_start + base + low - item.bucket_start
                 self._contribute(item.slot.group, start, flat[low:high])

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# A group is padded to a multiple of this many elements a rank, as stock does, so that the files of both line up.
+# A group is padded to a multiple of this many elements a rank, as stock does, so that the files of both line
+# up.
 ALIGNMENT_NUMEL_PER_RANK = 2
 
 
@@ -140,8 +141,8 @@ def plan_groups(numels: Sequence[Sequence[tuple[int, int]]], shards: int) -> lis
     """Lay every parameter group out flat.
 
     Args:
-        numels: for each group, `(model index, numel)` of its parameters in order; empty parameters are left out
-            by the caller, like frozen ones.
+        numels: for each group, `(model index, numel)` of its parameters in order; empty parameters are left
+            out by the caller, like frozen ones.
         shards: ranks that share each group.
 
     Returns:
@@ -160,8 +161,8 @@ def plan_groups(numels: Sequence[Sequence[tuple[int, int]]], shards: int) -> lis
 def plan_buckets(groups: Sequence[GroupLayout], bucket_numel: int) -> list[BucketPlan]:
     """Cut all parameters into reduction buckets.
 
-    Whole parameters in reverse model order, because the backward pass produces gradients roughly in that order. A
-    parameter larger than `bucket_numel` gets a bucket of its own.
+    Whole parameters in reverse model order, because the backward pass produces gradients roughly in that
+    order. A parameter larger than `bucket_numel` gets a bucket of its own.
 
     Args:
         groups: the parameter groups' layouts.

@@ -30,8 +30,8 @@ class _Run(NamedTuple):
 class ParamAccess:
     """Full views of sharded state, for `deepspeed.utils.safe_get_*` and `safe_set_*`.
 
-    Reads are collective: every rank calls them for the same parameter, and each receives the whole. Writes take the
-    whole value on every rank and keep what the rank owns.
+    Reads are collective: every rank calls them for the same parameter, and each receives the whole. Writes
+    take the whole value on every rank and keep what the rank owns.
 
     Args:
         parts: the optimizer's parts.
@@ -47,17 +47,15 @@ class ParamAccess:
         self._comm = comm
         self._optimizer = optimizer
         self._loss_scaler = loss_scaler
-        self._slots = {
-            id(parts.params[slot.index]): slot for layout in parts.groups for slot in layout.slots
-        }
+        self._slots = {id(parts.params[slot.index]): slot for layout in parts.groups for slot in layout.slots}
 
     def attach(self) -> None:
         """Become the way to these parameters; an engine that trained them before gets no more gradients."""
         for previous in {id(access): access for access in map(_access_of, self._params()) if access}.values():
             previous.detach()
             logger.warning(
-                "deepspeed.initialize: parameters of another engine; the new one trains them, the other gets no "
-                "more gradients. Call destroy() on an engine that is not needed, to get its memory back."
+                "deepspeed.initialize: parameters of another engine; the new one trains them, the other "
+                "gets no more gradients. Call destroy() on an engine that is not needed, to get its memory back."
             )
         for param in self._params():
             param._ds_accessor = weakref.ref(self)  # type: ignore[attr-defined]
@@ -75,14 +73,20 @@ class ParamAccess:
         return self._gather(param, self._parts.master.masters[slot.group])
 
     def get_full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """The reduced, unscaled gradient of a parameter, fp32; None between a step and the next backward. Collective."""
+        """The reduced, unscaled gradient of a parameter, fp32; None between a step and the next backward.
+
+        Collective.
+        """
         if not self._parts.reducer.rounds:
             return None
         slot = self._slots[id(param)]
         return self._gather(param, self._parts.master.grads(slot.group)).div_(self._loss_scaler.loss_scale)
 
     def get_full_optimizer_state(self, param: torch.nn.Parameter, key: str) -> torch.Tensor | None:
-        """A parameter's optimizer state, such as `exp_avg`, fp32; None if there is none of that name. Collective."""
+        """A parameter's optimizer state, such as `exp_avg`, fp32; None if there is none of that name.
+
+        Collective.
+        """
         slot = self._slots[id(param)]
         shard_state = self._state(slot).get(key)
         return self._gather(param, shard_state) if isinstance(shard_state, torch.Tensor) else None
@@ -111,7 +115,9 @@ class ParamAccess:
         slot = self._slots[id(param)]
         state = self._state(slot)
         if key not in state:
-            raise KeyError(f"optim_state_key: expected one of {sorted(state)}, got {key!r}. Take a step first?")
+            raise KeyError(
+                f"optim_state_key: expected one of {sorted(state)}, got {key!r}. Take a step first?"
+            )
         self._scatter(param, value, state[key])
 
     def refresh_masters(self) -> None:

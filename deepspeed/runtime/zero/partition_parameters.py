@@ -82,8 +82,7 @@ class GatheredParameters(_NoOpContext):
     """Context in which ZeRO-3 would hold whole parameters.
 
     Parameters are always whole here, so it does nothing, as DeepSpeed's does for parameters that ZeRO-3 did
-    not
-    partition: nothing is gathered, and nothing is broadcast from ``modifier_rank``.
+    not partition: nothing is gathered, and nothing is broadcast from ``modifier_rank``.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublis
 TILE_NUMEL = 1 << 24
 # The same where a processor copies the tile on: it should still lie in the cache then.
 CACHED_TILE_NUMEL = 1 << 22
-# A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not count on.
+# A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
+# count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
@@ -148,7 +149,9 @@ def build_parts(
     """
     members = _members(optimizer, model_params)
     params = {index: param for group in members for index, param in group}
-    names = {index: model_params[index][0] if index < len(model_params) else f"param[{index}]" for index in params}
+    names = {
+        index: model_params[index][0] if index < len(model_params) else f"param[{index}]" for index in params
+    }
     shards = comm.world if settings.stage > 0 else 1
     groups = plan_groups([[(index, param.numel()) for index, param in group] for group in members], shards)
     shard = comm.rank if shards > 1 else 0
@@ -228,17 +231,22 @@ def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
 def _host_settings(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype, ledger: Ledger
 ) -> HostSettings:
-    """Leave cores to who works beside the kernels: the backward pass, or the thread that copies pageable memory.
+    """Leave cores to who works beside the kernels: backward, or the thread that copies pageable memory.
 
-    A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a parameter.
+    A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a
+    parameter.
     """
     threads = host_threads()
     fewer = max(1, threads - max(1, threads // 8)) if settings.device.type == "cuda" else threads
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    return HostSettings(grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger, not settings.pin_memory)
+    return HostSettings(
+        grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger, not settings.pin_memory
+    )
 
 
-def _grad_dtype(optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype) -> torch.dtype:
+def _grad_dtype(
+    optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype
+) -> torch.dtype:
     """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
     keeps = settings.keep_16bit_grads and isinstance(optimizer, DeepSpeedCPUAdam) and wire_dtype.itemsize == 2
     return wire_dtype if keeps else torch.float32

@@ -36,8 +36,8 @@ class Chunk:
 class Publisher(Protocol):
     """Opens chunks for writing and brings what was written to the parameters.
 
-    Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding. Two may be
-    open at a time; they are closed in the order in which they were opened.
+    Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding.
+    Two may be open at a time; they are closed in the order in which they were opened.
     """
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
@@ -61,8 +61,8 @@ def publish_all(
 ) -> None:
     """Walk every chunk of every group once.
 
-    With an executor a chunk is computed on its thread while this one launches the transfers of the chunk before:
-    launching takes a tenth of a chunk's time, and from pageable memory it takes as long as the copy.
+    With an executor a chunk is computed on its thread while this one launches the transfers of the chunk
+    before: launching takes a tenth of a chunk's time, and from pageable memory it takes as long as the copy.
 
     Args:
         publisher: where the weights go.
@@ -110,8 +110,9 @@ class _Gather(NamedTuple):
 class ParamPublisher:
     """Publishes from where the parameters are.
 
-    A rank that owns whole groups writes straight into the parameters. Otherwise a chunk is written to a buffer of its
-    own and gathered from all ranks; the gather of one chunk is in flight while the next is computed.
+    A rank that owns whole groups writes straight into the parameters. Otherwise a chunk is written to a
+    buffer of its own and gathered from all ranks; the gather of one chunk is in flight while the next is
+    computed.
     Memory: nothing, or `2 * (world + 1) * chunk_numel` elements during a step.
 
     Args:
@@ -146,7 +147,9 @@ class ParamPublisher:
         if layout.shards == 1:
             return Chunk(
                 [
-                    Target(start + segment.offset, start + segment.offset + segment.numel, self._view(segment))
+                    Target(
+                        start + segment.offset, start + segment.offset + segment.numel, self._view(segment)
+                    )
                     for segment in layout.segments(start, end)
                 ]
             )

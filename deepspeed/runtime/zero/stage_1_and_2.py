@@ -55,15 +55,13 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     offload, in host memory at 16 bytes a parameter (see `HostMaster`). Stage 0 is the same machine with one
     shard that every rank owns.
     Pattern: gradients flow from `param.grad` through fixed buckets to their owner (`GradReducer`) and into
-    the
-    master's gradient. `step` then is three phases: collect what is still outstanding; decide, by one
+    the master's gradient. `step` then is three phases: collect what is still outstanding; decide, by one
     all-reduce, for all ranks alike, whether to skip and how much to clip; apply, publishing fresh weights as
     they are computed.
     Lifetime: from `deepspeed.initialize` to `destroy`. The inner optimizer's group dictionaries are the
-    user's own
-    objects; their `params` are the flat fp32 masters meanwhile and the model's parameters again after
-    `destroy`. Memory, bytes a parameter of the shard: see `HostMaster` and `DeviceMaster`; plus the buckets
-    in flight.
+    user's own objects; their `params` are the flat fp32 masters meanwhile and the model's parameters again
+    after `destroy`. Memory, bytes a parameter of the shard: see `HostMaster` and `DeviceMaster`; plus the
+    buckets in flight.
 
     Args:
         optimizer: the inner optimizer, over the model's parameters.
@@ -284,15 +282,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _check_arrivals(self, totals: _Totals) -> None:
         if not totals.seen and self._parts.params:
             raise RuntimeError(
-                "step: expected gradients, got none on any rank. Call engine.backward(loss) before engine.step(), with a "
-                "loss that depends on parameters that require grad and are in the optimizer's groups."
+                "step: expected gradients, got none on any rank. Call engine.backward(loss) before engine.step(), "
+                "with a loss that depends on parameters that require grad and are in the optimizer's groups."
             )
         if totals.unused and not self._settings.ignore_unused_parameters:
             seen = self._parts.reducer.seen
             names = [self._parts.names[index] for index in self._parts.params if index not in seen]
             raise RuntimeError(
-                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter because it is false, "
-                f"got none for {names or 'parameters of other ranks'}. Use them in the loss, freeze them, or set it to true."
+                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter because it is "
+                f"false, got none for {names or 'parameters of other ranks'}. Use them in the loss, freeze them, "
+                "or set it to true."
             )
 
     def _clip_factor(self, norm: float) -> float:
@@ -315,7 +314,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # -- torch's optimizer surface -------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no pass has reduced yet. Those that a step still needs are kept, as in stock."""
+        """Forget gradients that no pass has reduced yet; those that a step still needs stay, as in stock."""
         for param in self._parts.params.values():
             if set_to_none or param.grad is None:
                 param.grad = None
@@ -359,8 +358,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         masters, saved = self.single_partition_of_fp32_groups, state_dict["single_partition_of_fp32_groups"]
         if [master.numel() for master in masters] != [master.numel() for master in saved]:
             raise ValueError(
-                f"single_partition_of_fp32_groups: expected shards of {[m.numel() for m in masters]} elements, "
-                f"got {[m.numel() for m in saved]}. Load it into the same model, groups and number of ranks."
+                "single_partition_of_fp32_groups: expected shards of "
+                f"{[m.numel() for m in masters]} elements, got {[m.numel() for m in saved]}. Load it into the same model, groups and number of ranks."
             )
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self._load_inner_state(state_dict["base_optimizer_state"])

@@ -47,7 +47,8 @@ class StagingRing:
     """A few slots of fixed extent, used in turn.
 
     Goal: page-locked memory is a constant, whatever the model; only this is ever pinned.
-    Lifetime: from initialization to `close`. Downloads use it during backward, uploads during step, never both.
+    Lifetime: from initialization to `close`. Downloads use it during backward, uploads during step, never
+    both.
     Memory: `SLOTS * slot_nbytes`.
 
     Args:
@@ -59,9 +60,11 @@ class StagingRing:
     def __init__(self, slot_nbytes: int, pin: bool, ledger: Ledger) -> None:
         self.slot_nbytes = slot_nbytes
         self._buffers = [
-            HostBuffer(f"staging[{index}]", slot_nbytes, torch.uint8, ledger).fill_zero() for index in range(SLOTS)
+            HostBuffer(f"staging[{index}]", slot_nbytes, torch.uint8, ledger).fill_zero()
+            for index in range(SLOTS)
         ]
-        self.pinned = pin and all([buffer.pin() for buffer in self._buffers])
+        # Stops at the first that fails: one warning, not one a slot.
+        self.pinned = pin and all(buffer.pin() for buffer in self._buffers)
         self._slots = deque(StagingSlot(buffer) for buffer in self._buffers)
 
     def acquire(self) -> StagingSlot:
@@ -105,10 +108,10 @@ class _Arrival(NamedTuple):
 class Downloader:
     """Brings reduced slices to host memory while the device goes on with the backward pass.
 
-    A worker thread copies slices through the ring on a stream of its own and hands each slot to the sink, which stores
-    or adds it with the host kernels; both release the GIL. While one slot is handed on, the others fill, across
-    slices. The device waits for nobody; the thread that runs backward waits only when `LOOKAHEAD` slices
-    wait for the worker.
+    A worker thread copies slices through the ring on a stream of its own and hands each slot to the sink,
+    which stores or adds it with the host kernels; both release the GIL. While one slot is handed on, the
+    others fill, across slices. The device waits for nobody; the thread that runs backward waits only when
+    `LOOKAHEAD` slices wait for the worker.
 
     Args:
         ring: the staging ring.
@@ -163,7 +166,7 @@ class Downloader:
                 return
             try:
                 self._launch_copies(download)
-            except BaseException as error:  # noqa: BLE001 - raised again by wait(), on the caller's thread
+            except BaseException as error:
                 self._error = error
                 self._queue.task_done()
 
@@ -190,7 +193,7 @@ class Downloader:
         try:
             if self._error is None:
                 self._deliver(arrival)
-        except BaseException as error:  # noqa: BLE001 - raised again by wait(), on the caller's thread
+        except BaseException as error:
             self._error = error
         finally:
             if arrival.is_last:
