@@ -86,8 +86,8 @@ def choose_optimizer(
     parameters = given or [param for param in module.parameters() if param.requires_grad]
     offload = config.zero_optimization.offloads_optimizer
     if client is not None:
-        made = callable(client) and not hasattr(client, "step")
-        optimizer = cast(torch.optim.Optimizer, client(parameters) if made else client)
+        makes = callable(client) and not hasattr(client, "step")
+        optimizer = cast(Any, client)(parameters) if makes else cast(torch.optim.Optimizer, client)
         check_client_optimizer(optimizer, config)
         return optimizer
     if config.optimizer is None or not parameters:

@@ -38,8 +38,8 @@ class CommunicationKeys(Section):
     reduce_bucket_numel: elements in one gradient bucket. allgather_bucket_numel: elements gathered at once.
     overlap_comm: reduce while backward goes on; null means DeepSpeed's default, off below stage 3.
     round_robin_gradients, contiguous_gradients, reduce_scatter, allgather_partitions, parameter_alignment and
-    use_multi_rank_bucket_allreduce choose between implementations of the same arithmetic in DeepSpeed; here
-    there is one implementation and any value is accepted.
+    use_multi_rank_bucket_allreduce choose between implementations of the same arithmetic in DeepSpeed;
+    here there is one implementation and any value is accepted.
     """
 
     reduce_bucket_numel: PositiveCount = Field(default=DEFAULT_BUCKET_NUMEL, alias="reduce_bucket_size")
@@ -56,10 +56,10 @@ class CommunicationKeys(Section):
 class BehaviourKeys(Section):
     """What the optimizer does beside stepping.
 
-    ignore_unused_parameters: false makes a parameter without gradient an error. compute_grad_norm: false
-    leaves the norm out when nothing needs it. load_from_fp32_weights: a checkpoint's fp32 masters win over
-    its 16-bit weights. elastic_checkpoint, legacy_stage1: DeepSpeed's old formats, refused when on. zenflow:
-    refused.
+    ignore_unused_parameters: false makes a parameter without gradient an error.
+    compute_grad_norm: false leaves the norm out when nothing needs it.
+    load_from_fp32_weights: a checkpoint's fp32 masters win over its 16-bit weights.
+    elastic_checkpoint, legacy_stage1: DeepSpeed's old formats, refused when on. zenflow: refused.
     """
 
     ignore_unused_parameters: bool = True
@@ -107,8 +107,8 @@ class Stage3Switches(Section):
 class DeepSpeedZeroConfig(CommunicationKeys, BehaviourKeys, Stage3Keys, Stage3Switches):
     """The ``zero_optimization`` object.
 
-    stage: 0 (off), 1 (optimizer states partitioned) or 2 (gradients too). offload_optimizer: takes effect at
-    stages 1 and 2. offload_param: would take effect at stage 3 only.
+    stage: 0 (off), 1 (optimizer states partitioned) or 2 (gradients too).
+    offload_optimizer: takes effect at stages 1 and 2. offload_param: would take effect at stage 3 only.
     """
 
     stage: Annotated[ZeroStageEnum, BeforeValidator(_stage)] = ZeroStageEnum.disabled

@@ -116,7 +116,7 @@ class HostBuffer:
         return self
 
     def retype(self, dtype: torch.dtype) -> None:
-        """Convert the elements in place to a wider dtype within the reserved bytes; no copy exists at any time.
+        """Convert the elements in place to a wider dtype; no copy exists at any time.
 
         Upper halves first: the target bytes of elements `[h, n)` with `h = ceil(n / 2)` lie behind every
         source byte when the element doubles, so each round reads and writes disjoint memory.
@@ -152,7 +152,8 @@ class HostBuffer:
         else:
             logger.warning(
                 "zero_optimization.offload_optimizer.pin_memory: page-locking %d bytes for %s failed "
-                "(CUDA error %d); going on without. Raise the memlock limit (ulimit -l) or set pin_memory to false.",
+                "(CUDA error %d); going on without. Raise the memlock limit (ulimit -l) or set "
+                "pin_memory to false.",
                 self._bytes.numel(),
                 self.name,
                 code,

@@ -41,7 +41,8 @@ OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
 class OffloadTarget(Section):
     """Keys that both offload sections share.
 
-    device: "none" or "cpu", in any letter case. pin_memory: page-lock the staging buffers (never the states).
+    device: "none" or "cpu", in any letter case.
+    pin_memory: page-lock the staging buffers (never the states).
     nvme_path: would be read with device "nvme", which is refused; some clients always send it.
     """
 

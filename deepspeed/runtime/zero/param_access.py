@@ -1,4 +1,4 @@
-"""Reading and writing one parameter's master, gradient and optimizer state, wherever its elements are owned."""
+"""Reading and writing one parameter's master, gradient and optimizer state, whoever owns its elements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class ParamAccess:
             previous.detach()
             logger.warning(
                 "deepspeed.initialize: parameters of another engine; the new one trains them, the other "
-                "gets no more gradients. Call destroy() on an engine that is not needed, to get its memory back."
+                "gets no more gradients. Call destroy() on an engine that is not needed, to get its "
+                "memory back."
             )
         for param in self._params():
             param._ds_accessor = weakref.ref(self)  # type: ignore[attr-defined]

@@ -282,15 +282,18 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _check_arrivals(self, totals: _Totals) -> None:
         if not totals.seen and self._parts.params:
             raise RuntimeError(
-                "step: expected gradients, got none on any rank. Call engine.backward(loss) before engine.step(), "
+                "step: expected gradients, got none on any rank. Call engine.backward(loss) before "
+                "engine.step(), "
                 "with a loss that depends on parameters that require grad and are in the optimizer's groups."
             )
         if totals.unused and not self._settings.ignore_unused_parameters:
             seen = self._parts.reducer.seen
             names = [self._parts.names[index] for index in self._parts.params if index not in seen]
             raise RuntimeError(
-                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter because it is "
-                f"false, got none for {names or 'parameters of other ranks'}. Use them in the loss, freeze them, "
+                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter "
+                "because it is "
+                f"false, got none for {names or 'parameters of other ranks'}. Use them in the loss, "
+                "freeze them, "
                 "or set it to true."
             )
 
@@ -359,7 +362,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if [master.numel() for master in masters] != [master.numel() for master in saved]:
             raise ValueError(
                 "single_partition_of_fp32_groups: expected shards of "
-                f"{[m.numel() for m in masters]} elements, got {[m.numel() for m in saved]}. Load it into the same model, groups and number of ranks."
+                f"{[m.numel() for m in masters]} elements, got {[m.numel() for m in saved]}. Load it into "
+                "the same model, groups and number of ranks."
             )
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self._load_inner_state(state_dict["base_optimizer_state"])
