@@ -152,7 +152,7 @@ class Loader:
                 f"{model_path}: expected weights under 'module', got none. Is it a checkpoint's file?"
             )
         problems = list(mismatches(module, model["module"], request.strict)) if module is not None else []
-        ranks = _optimizer_ranks(folder) if optimizer is not None else {}
+        ranks = optimizer_files(folder) if optimizer is not None else {}
         self._verify([model_path, *ranks.values()], request.node_local)
         loaded = Loaded(path / MODEL_STATES, model)
         if optimizer is not None:
@@ -196,8 +196,8 @@ def _open_shards(loaded: Loaded, paths: dict[int, Path], optimizer: DeepSpeedZer
         raise CheckpointError(
             f"{loaded.path}: expected 'param_shapes', got none. The optimizer cannot be restored."
         )
-    first = _read_shard(paths, 0)
-    world = _world_of(first)
+    first = read_shard(paths, 0)
+    world = world_of(first)
     if missing := [rank for rank in range(world) if rank not in paths]:
         raise CheckpointError(
             f"{loaded.path.parent}: expected optimizer files of {world} ranks, got none of {missing}."
@@ -205,10 +205,10 @@ def _open_shards(loaded: Loaded, paths: dict[int, Path], optimizer: DeepSpeedZer
     shards = {0: first}
     guess = ShardedState(shards, world, shapes)
     for rank in sorted(_needed_ranks(guess, optimizer) - {0}):
-        shards[rank] = _read_shard(paths, rank)
+        shards[rank] = read_shard(paths, rank)
     saved = ShardedState(shards, world, shapes)
     if not saved.order_is_known():
-        shards |= {rank: _read_shard(paths, rank) for rank in range(world) if rank not in shards}
+        shards |= {rank: read_shard(paths, rank) for rank in range(world) if rank not in shards}
         saved = ShardedState(shards, world, shapes)
         if not saved.order_is_known():
             raise CheckpointError(
@@ -229,7 +229,7 @@ def _needed_ranks(saved: ShardedState, optimizer: DeepSpeedZeroOptimizer) -> set
     return needed
 
 
-def _read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
+def read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
     if rank not in paths:
         raise CheckpointError(
             f"{next(iter(paths.values())).parent}: expected an optimizer file of rank {rank}, got none."
@@ -242,12 +242,12 @@ def _read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
     return content["optimizer_state_dict"]
 
 
-def _world_of(shard: Mapping[str, Any]) -> int:
+def world_of(shard: Mapping[str, Any]) -> int:
     count = shard["partition_count"]
     return int(max(count, default=1)) if isinstance(count, (list, tuple)) else int(count)
 
 
-def _optimizer_ranks(folder: atomic.TagFolder) -> dict[int, Path]:
+def optimizer_files(folder: atomic.TagFolder) -> dict[int, Path]:
     """Rank -> its optimizer file."""
     found = ((optim_states_rank(name), folder.locate(name)) for name in folder.files())
     return dict(sorted((rank, path) for rank, path in found if rank is not None))

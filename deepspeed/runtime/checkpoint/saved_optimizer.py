@@ -100,6 +100,17 @@ class ShardedState:
             position += numel
             done += numel
 
+    def tensor(self, key: str, group: int, name: str) -> torch.Tensor:
+        """A parameter's entry, flat: a view of the file if one rank wrote it all, else put together."""
+        slot, extent = self._slots[group][name], self._layouts[group].shard_extent
+        rank, offset = divmod(slot.start, extent)
+        source = self._tensor(key, rank, group)
+        if offset + slot.numel <= source.numel():
+            return source[offset : offset + slot.numel]
+        out = torch.empty(slot.numel, dtype=source.dtype)
+        self.copy(key, group, name, 0, out)
+        return out
+
     def ranks_of(self, group: int, name: str, start: int, numel: int) -> range:
         """The ranks that wrote a part of a parameter."""
         extent = self._layouts[group].shard_extent
