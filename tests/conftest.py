@@ -1,8 +1,10 @@
 """Fixtures for every test."""
 
 import logging
+import os
 
 import pytest
+import torch.distributed as dist
 
 
 @pytest.fixture
@@ -12,3 +14,14 @@ def caplog(caplog):
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """Engines in this process: what `deepspeed.initialize` sets up is taken down after the module's tests."""
+    environment = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
