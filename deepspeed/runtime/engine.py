@@ -223,9 +223,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         optimizer = self._training_optimizer("backward")
         if not loss.requires_grad:
             raise RuntimeError(
-                "backward: expected a loss that depends on parameters that require grad, got a detached "
-                "one: no "
-                "gradient would arrive. Compute it from the engine's output, outside torch.no_grad()."
+                "backward: expected a loss that depends on parameters that require grad, got a detached one: "
+                "no gradient would arrive. Compute it from the engine's output, outside torch.no_grad()."
             )
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
@@ -345,10 +344,9 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         optimizer = self._training_optimizer("step")
         if self.cur_scale != 1.0 and not self._plain_backward.scaled and optimizer.has_local_grads():
             raise RuntimeError(
-                f"step: expected gradients of a loss times the loss scale ({self.cur_scale:g}), got some "
-                "from a "
-                "backward pass that started beside the engine. Call engine.backward(loss), or compute "
-                "the loss from engine(...)."
+                f"step: expected gradients of a loss times the loss scale ({self.cur_scale:g}), got some from "
+                "a backward pass that started beside the engine. Call engine.backward(loss), or compute the "
+                "loss from engine(...)."
             )
 
     def _log_start(self) -> None:
@@ -356,8 +354,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             return
         config, zero = self._config, self._config.zero_optimization
         logger.info(
-            "DeepSpeed info: version=%s, zero stage=%d, offload=%s, dtype=%s, world=%d, gradient "
-            "clipping %g%s",
+            "DeepSpeed info: version=%s, zero stage=%d, offload=%s, dtype=%s, world=%d, clipping=%g%s",
             __version__,
             zero.stage,
             zero.offloads_optimizer,
