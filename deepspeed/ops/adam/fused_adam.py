@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# torch 2.7 made AdamW a flag of Adam; in 2.6 they are two classes over the same state.
+# Since torch 2.7 AdamW is a flag of Adam; in 2.6 it is a class of its own, with internals of its own.
 _ADAM_HAS_DECOUPLED_DECAY = (
     "decoupled_weight_decay" in inspect.signature(torch.optim.Adam.__init__).parameters
 )
@@ -76,9 +76,29 @@ class FusedAdam(torch.optim.Adam):
         Returns:
             What the closure returned, or None.
         """
-        if self.adam_w_mode and not _ADAM_HAS_DECOUPLED_DECAY:
-            return torch.optim.AdamW.step(self, closure)
-        return super().step(closure)
+        if not self.adam_w_mode or _ADAM_HAS_DECOUPLED_DECAY:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        weight_decays = [group["weight_decay"] for group in self.param_groups]
+        try:
+            self._decay()
+            super().step()
+        finally:
+            for group, weight_decay in zip(self.param_groups, weight_decays, strict=True):
+                group["weight_decay"] = weight_decay
+        return loss
+
+    @torch.no_grad()
+    def _decay(self) -> None:
+        """Applies decoupled decay in a pass of its own, and clears it in the groups."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+            group["weight_decay"] = 0.0
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients.
