@@ -88,9 +88,10 @@ def resident_nbytes() -> int:
 def memory_table(account: MemoryAccount) -> str:
     """The closing table: every buffer, their sum, what was measured, and the difference."""
     last = account.phases[-1]
+    unaccounted = last.growth_nbytes - last.owned_nbytes
 
-    def line(name: str, nbytes: int, pinned: str = "") -> str:
-        return f"  {name:<28}{nbytes:>14,}{account.per_param(nbytes):>10.2f}   {pinned}".rstrip()
+    def line(name: str, nbytes: int, note: str = "") -> str:
+        return f"  {name:<28}{nbytes:>14,}{account.per_param(nbytes):>10.2f}   {note}".rstrip()
 
     lines = [f"  {'host buffers of all ranks':<28}{'bytes':>14}{'a param':>10}   pinned"]
     for row in last.buffers:
@@ -99,7 +100,7 @@ def memory_table(account: MemoryAccount) -> str:
         "  " + "-" * (len(lines[0]) - 2),
         line("sum", last.owned_nbytes),
         line("measured growth (RSS)", last.growth_nbytes),
-        line("unaccounted for", last.growth_nbytes - last.owned_nbytes),
+        line("unaccounted for", unaccounted, f"{unaccounted / dist.get_world_size() / 1e6:.1f} MB a process"),
     ]
     return "\n".join(lines)
 

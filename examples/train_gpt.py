@@ -63,10 +63,12 @@ def train_step(engine: deepspeed.DeepSpeedEngine, windows: Windows, account: Mem
     return torch.stack(losses).mean()
 
 
-def train(engine: deepspeed.DeepSpeedEngine, windows: Windows, account: MemoryAccount, steps: int) -> float:
-    """Train under a progress bar. Returns the mean loss of the last ten steps over all ranks."""
+def train(
+    engine: deepspeed.DeepSpeedEngine, windows: Windows, account: MemoryAccount, steps: int
+) -> tuple[float, float]:
+    """Train under a progress bar. Returns the ranks' mean loss: of the first step, and of the last ten."""
     tokens_per_step = engine.train_batch_size() * windows.context
-    recent: deque[float] = deque(maxlen=10)
+    first, recent = 0.0, deque[float](maxlen=10)
     start = time.perf_counter()
     with tqdm(total=steps, disable=dist.get_rank() != 0, ncols=112, bar_format=BAR) as bar:
         for step in range(1, steps + 1):
@@ -75,18 +77,22 @@ def train(engine: deepspeed.DeepSpeedEngine, windows: Windows, account: MemoryAc
             totals = torch.stack([loss, torch.tensor(account.growth_nbytes(), dtype=torch.float64)])
             dist.all_reduce(totals)
             recent.append(totals[0].item() / dist.get_world_size())
+            first = first or recent[0]
             tokens_per_s = step * tokens_per_step / (time.perf_counter() - start)
             host = account.per_param(totals[1].item())
-            state = f"loss {recent[-1]:.2f}, {tokens_per_s:,.0f} tokens/s, host {host:.1f} B/param"
+            state = (
+                f"loss {sum(recent) / len(recent):.2f}, {tokens_per_s:,.0f} tokens/s, host {host:.1f} B/param"
+            )
             bar.set_postfix_str(state, refresh=False)
             bar.update()
     account.mark(f"step\n{steps}", engine.memory_report())
-    return sum(recent) / len(recent)
+    return first, sum(recent) / len(recent)
 
 
-def report(account: MemoryAccount, loss: float, picture: Path) -> None:
+def report(account: MemoryAccount, losses: tuple[float, float], picture: Path) -> None:
     """Print what was learned and what it cost, and draw it."""
-    print(f"\nLoss {loss:.2f}; {account.param_numel:,} parameters on {dist.get_world_size()} ranks cost:\n")
+    print(f"\nLoss {losses[0]:.2f} -> {losses[1]:.2f}. ", end="")
+    print(f"{account.param_numel:,} parameters on {dist.get_world_size()} ranks took:\n")
     print(memory_table(account))
     try:
         draw_phases(account, picture)
@@ -110,12 +116,12 @@ def main() -> int:
     account = MemoryAccount(sum(param.numel() for param in model.parameters()))
     engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
     account.mark("initialize", engine.memory_report())
-    loss = train(engine, windows, account, arguments.steps)
-    learned = loss < LOSS_LIMIT or arguments.steps < FULL_STEPS
+    losses = train(engine, windows, account, arguments.steps)
+    learned = losses[1] < LOSS_LIMIT or arguments.steps < FULL_STEPS
     if dist.get_rank() == 0:
-        report(account, loss, arguments.picture)
+        report(account, losses, arguments.picture)
         if not learned:
-            print(f"loss: expected below {LOSS_LIMIT}, got {loss:.3f}.", file=sys.stderr)
+            print(f"loss: expected below {LOSS_LIMIT}, got {losses[1]:.3f}.", file=sys.stderr)
     engine.destroy()
     dist.destroy_process_group()
     return 0 if learned else 1

@@ -43,14 +43,14 @@ def test_demo_accounts_for_every_host_buffer(run):
     assert [_row(output, name)[1] for name in STATE_BUFFERS] == [4.0] * 4
     total, per_param = _row(output, "sum")
     assert total == sum(_row(output, name)[0] for name in (*STATE_BUFFERS, "bucket"))
-    # 16 for the state; two buckets a rank of the largest parameter come to 0.43.
+    # 16 for the state; a bucket a rank that holds the largest parameter comes to 0.43.
     assert per_param == pytest.approx(16.43, abs=0.01)
 
 
 def test_demo_measures_what_the_buffers_add_up_to(run):
     output, _ = run
     _, unaccounted = _row(output, "unaccounted for")
-    # A parameter's byte is 11 MB here. Two processes need a few MB each for code and heap that is not ours to
+    # A byte a parameter is 10 MB here. Two processes need a few MB each for code and heap that is not ours to
     # return; a single forgotten copy of the master would be 4.
     assert -0.5 < unaccounted < 3.0
 
