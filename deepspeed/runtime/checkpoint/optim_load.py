@@ -13,6 +13,8 @@ from deepspeed.runtime.checkpoint.optim_states import LOSS_SCALER, is_flat_state
 from deepspeed.runtime.checkpoint.saved_optimizer import MASTER, SavedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+# Settings that some classes know and others do not: not taken by those that do not.
+_CLASS_OPTIONS = ("bias_correction", "step", "amsgrad", "maximize")
 # How an optimizer computes is its own: these settings of a group are not taken from a file.
 _OWN_OPTIONS = ("params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
 
@@ -44,7 +46,7 @@ def load_optimizer(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> 
     are made now. Nothing else is allocated.
     """
     parts, inner = optimizer.parts, optimizer.optimizer
-    needed = _needed_names(inner)
+    needed, made = _needed_names(inner), False
     for group, options in enumerate(inner.param_groups):
         master = options["params"][0]
         _copy_shard(optimizer, saved, MASTER, group, parts.master.masters[group])
@@ -57,15 +59,15 @@ def load_optimizer(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> 
             if not is_flat_state(state.get(name), master):
                 state[name] = torch.empty_like(master.data, dtype=dtype)
             _copy_shard(optimizer, saved, name, group, state[name])
+        made = made or not scalars.keys() <= state.keys()
         for name, value in scalars.items():
             state[name] = _in_form_of(state.get(name), value)
         if not state:
             del inner.state[master]
-        options |= {
-            key: _copied(value) for key, value in saved.options[group].items() if key not in _OWN_OPTIONS
-        }
-    # Lets torch's optimizers bring entries such as `step` into the form that they keep.
-    inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+        _load_options(options, saved.options[group])
+    if made:
+        # Lets torch's optimizers bring entries such as `step` into the form that they keep.
+        inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 
 def load_loss_scaler(optimizer: DeepSpeedZeroOptimizer, shard: Mapping[str, Any]) -> None:
@@ -89,6 +91,13 @@ def _copy_shard(
     for segment in layout.segments(*layout.shard_bounds(parts.shard)):
         out = flat.detach()[segment.offset : segment.offset + segment.numel]
         saved.copy(key, group, parts.names[segment.slot.index], segment.param_start, out)
+
+
+def _load_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Take over a group's settings, the client's own keys included."""
+    for key, value in saved.items():
+        if key not in _OWN_OPTIONS and (key in options or key not in _CLASS_OPTIONS):
+            options[key] = _copied(value)
 
 
 def _needed_names(inner: torch.optim.Optimizer) -> set[str] | None:
