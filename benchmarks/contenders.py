@@ -63,9 +63,10 @@ class Worker:
     """
 
     def __init__(self, contender: Contender, script: str, arguments: Sequence[str], device: str) -> None:
+        self._port = _free_port()
         self._process = subprocess.Popen(
             [contender.interpreter, str(HERE / script), *arguments, "--device", device],
-            env=_environment(contender, device),
+            env=_environment(contender, device, self._port),
             cwd=HERE,
             text=True,
             stdin=subprocess.PIPE,
@@ -88,14 +89,16 @@ class Worker:
         raise RuntimeError(f"{self._process.args}: expected an answer, got the end. Its error stands above.")
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and removes the shared memory that stock leaves behind on CPU."""
         self._process.communicate()
+        for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{self._port}_*"):
+            leftover.unlink()
 
 
-def _environment(contender: Contender, device: str) -> Mapping[str, str]:
+def _environment(contender: Contender, device: str, port: int) -> Mapping[str, str]:
     """A world of one rank, with the contender's package first."""
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     environment.pop("PYTHONPATH", None)
     if contender.python_path:
         environment["PYTHONPATH"] = contender.python_path

@@ -20,7 +20,7 @@ import contenders
 from contenders import HERE, Contender, Worker
 from report import Spread, draw_bars, hardware, print_json, print_table
 
-DEFAULT_NUMEL = {"cpu": 100_000_000, "cuda": 1_208_000_000}
+DEFAULT_NUMEL = {"cpu": 50_000_000, "cuda": 1_208_000_000}
 SHOWN_PHASES = ("initialize", "backward 1", "step 1")
 # Master 4, moments 8, and the gradient: 2 as it arrives, 4 where micro-batches are added up.
 PROMISE = {False: 14, True: 16}
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     contenders.add_arguments(parser)
-    parser.add_argument("--numel", type=int, help="parameters; default 100 M on cpu, 1.2 B on cuda")
+    parser.add_argument("--numel", type=int, help="parameters; default 50 M on cpu, 1.2 B on cuda")
     parser.add_argument("--hidden", type=int, default=2048, help="width of a block")
     parser.add_argument("--gas", type=int, nargs="+", default=[1, 2], help="accumulation steps")
     parser.add_argument("--pin", type=int, nargs="+", choices=[0, 1], help="default 0 on cpu, 0 1 on cuda")
