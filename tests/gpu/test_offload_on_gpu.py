@@ -111,7 +111,9 @@ def test_offload_matches_a_plain_loop_bitwise(gas, monkeypatch):
             param.data.copy_(master.data[start : start + param.numel()].view_as(param))
             start += param.numel()
     assert torch.equal(masters[0], master.data)
-    assert torch.equal(weights, torch.cat([param.detach().float().cpu().flatten() for param in model.parameters()]))
+    assert torch.equal(
+        weights, torch.cat([param.detach().float().cpu().flatten() for param in model.parameters()])
+    )
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -156,7 +158,7 @@ def test_only_the_staging_ring_is_pinned_and_only_when_asked(monkeypatch):
 
 def test_failing_to_pin_warns_and_trains_on(monkeypatch, caplog):
     class Refusing:
-        def cudaHostRegister(self, *args):  # noqa: N802 - CUDA's name
+        def cudaHostRegister(self, *args):
             return 2
 
     with monkeypatch.context() as patch:
@@ -177,11 +179,37 @@ def test_device_memory_is_the_weights_and_the_buckets(monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     engine, *_ = deepspeed.initialize(model=model, config=make_config("bf16", 1, True, bucket=10_000_000))
     for _ in range(2):
-        engine.backward(engine(torch.ones(4, 2048, device="cuda", dtype=torch.bfloat16)).float().pow(2).mean())
+        engine.backward(
+            engine(torch.ones(4, 2048, device="cuda", dtype=torch.bfloat16)).float().pow(2).mean()
+        )
         engine.step()
     torch.cuda.synchronize()
     # cuBLAS keeps a workspace; 64 MB allows for it and for activations.
     assert torch.cuda.memory_allocated() - before < 2.0 * numel + 64e6
     # Two buckets of 10 M elements, the gradients of one, and what a backward pass has in hand.
     assert torch.cuda.max_memory_allocated() - before < 2.0 * numel + 4 * 2 * 10e6 + 64e6
+    engine.destroy()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_reloaded_run_goes_on_with_the_same_bits(offload, tmp_path):
+    config = make_config("bf16", 1, True)
+    config["zero_optimization"]["offload_optimizer"]["device"] = "cpu" if offload else "none"
+
+    def run(engine, first, last):
+        for step in range(first, last):
+            loss = engine(make_batch(step, 0).to(engine.device, torch.bfloat16)).float().pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+        return torch.cat([param.detach().flatten() for param in engine.parameters()])
+
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    run(engine, 0, 2)
+    engine.save_checkpoint(str(tmp_path))
+    expected = run(engine, 2, 4)
+    engine.destroy()
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    path, _ = engine.load_checkpoint(str(tmp_path))
+    assert path is not None
+    assert torch.equal(run(engine, 2, 4), expected)
     engine.destroy()
