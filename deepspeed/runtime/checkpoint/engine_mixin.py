@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.checkpoint.agreement import Agreement
-from deepspeed.runtime.checkpoint.load import Loaded, Loader, LoadRequest, optimizer_steps
+from deepspeed.runtime.checkpoint.load import Loaded, Loader, LoadRequest, load_into
 from deepspeed.runtime.checkpoint.model_states import (
     Counters,
     ModelParts,
@@ -242,7 +242,7 @@ class CheckpointMixin:
             return []
         if loaded.optimizer is None:
             return [self.optimizer.refresh_fp32_params]
-        steps = optimizer_steps(loaded, self.optimizer)
+        steps: list[Callable[[], Any]] = [partial(load_into, loaded, self.optimizer, self._comm.rank == 0)]
         weights, params = loaded.model["module"], self.optimizer.parts
         if any(
             weights[name].dtype != params.params[i].dtype

@@ -106,6 +106,7 @@ def _write_shard(path: Path, tensors: dict[str, torch.Tensor], weights: Fp32Weig
         # As the library's save_model: a tied name is left out, and the metadata say under which it is found.
         tied = {name: first for name, first in weights.shared.items() if first in tensors}
         save_file(tensors, temporary, metadata={"format": "pt", **tied})
+        os.chmod(temporary, 0o644)  # the library makes files that only their owner reads
     else:
         write_torch_file(temporary, tensors)
     os.replace(temporary, path)

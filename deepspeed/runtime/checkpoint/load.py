@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,12 @@ from deepspeed.runtime.checkpoint.names import (
     optim_states_rank,
     read_latest,
 )
-from deepspeed.runtime.checkpoint.optim_load import load_loss_scaler, load_optimizer, optimizer_mismatches
+from deepspeed.runtime.checkpoint.optim_load import (
+    load_loss_scaler,
+    load_optimizer,
+    optimizer_mismatches,
+    shard_nbytes,
+)
 from deepspeed.runtime.checkpoint.progress import byte_bar
 from deepspeed.runtime.checkpoint.saved_optimizer import SavedOptimizer, ShardedState
 from deepspeed.runtime.checkpoint.stage_0 import open_stage_0
@@ -268,10 +272,9 @@ def _log_leftovers(folder: Path) -> None:
             )
 
 
-def optimizer_steps(loaded: Loaded, optimizer: DeepSpeedZeroOptimizer) -> list[Callable[[], Any]]:
-    """The steps that load an optimizer."""
+def load_into(loaded: Loaded, optimizer: DeepSpeedZeroOptimizer, shown: bool) -> None:
+    """Copy a checkpoint's optimizer state into an optimizer; with a bar if it lasts and is to be shown."""
     assert loaded.optimizer is not None and loaded.shard is not None
-    return [
-        partial(load_optimizer, optimizer, loaded.optimizer),
-        partial(load_loss_scaler, optimizer, loaded.shard),
-    ]
+    with byte_bar("load", shard_nbytes(optimizer, loaded.optimizer), shown) as advance:
+        load_optimizer(optimizer, loaded.optimizer, advance)
+    load_loss_scaler(optimizer, loaded.shard)

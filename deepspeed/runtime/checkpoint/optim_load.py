@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,35 +39,38 @@ def optimizer_mismatches(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimize
             yield f"state of {place}: expected {sorted(needed)}, got {sorted(names)}: of another optimizer"
 
 
-def load_optimizer(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> None:
+def load_optimizer(
+    optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer, advance: Callable[[int], None]
+) -> None:
     """Copy masters and state of this rank's shard, and the groups' settings.
 
     Tensors that exist are overwritten where they are; those that the optimizer would make at its first step
     are made now. Nothing else is allocated.
+
+    Args:
+        optimizer: whose shard it is.
+        saved: the checkpoint's state.
+        advance: is told of bytes copied.
     """
-    parts, inner = optimizer.parts, optimizer.optimizer
-    needed, made = _needed_names(inner), False
+    inner, made = optimizer.optimizer, False
     for group, options in enumerate(inner.param_groups):
-        master = options["params"][0]
-        _copy_shard(optimizer, saved, MASTER, group, parts.master.masters[group])
-        dtypes = {k: v for k, v in saved.flat_dtypes(group).items() if needed is None or k in needed}
-        scalars = saved.scalars(group)
-        state = inner.state[master]
-        if not dtypes and not scalars:
-            _reset(state)
-        for name, dtype in dtypes.items():
-            if not is_flat_state(state.get(name), master):
-                state[name] = torch.empty_like(master.data, dtype=dtype)
-            _copy_shard(optimizer, saved, name, group, state[name])
-        made = made or not scalars.keys() <= state.keys()
-        for name, value in scalars.items():
-            state[name] = _in_form_of(state.get(name), value)
-        if not state:
-            del inner.state[master]
+        master = optimizer.parts.master.masters[group]
+        _copy_shard(optimizer, saved, MASTER, group, master)
+        advance(master.nbytes)
+        made |= _load_state(optimizer, saved, group, advance)
         _load_options(options, saved.options[group])
     if made:
         # Lets torch's optimizers bring entries such as `step` into the form that they keep.
         inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+
+
+def shard_nbytes(optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer) -> int:
+    """Bytes that `load_optimizer` copies."""
+    parts, total = optimizer.parts, 0
+    for group, layout in enumerate(parts.groups):
+        itemsizes = [dtype.itemsize for dtype in _wanted(optimizer.optimizer, saved, group).values()]
+        total += layout.shard_numel(parts.shard) * (torch.float32.itemsize + sum(itemsizes))
+    return total
 
 
 def load_loss_scaler(optimizer: DeepSpeedZeroOptimizer, shard: Mapping[str, Any]) -> None:
@@ -93,6 +96,29 @@ def _copy_shard(
         saved.copy(key, group, parts.names[segment.slot.index], segment.param_start, out)
 
 
+def _load_state(
+    optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer, group: int, advance: Callable[[int], None]
+) -> bool:
+    """Copy a group's state; returns whether the optimizer had no entry yet for one of the scalars."""
+    inner = optimizer.optimizer
+    master = inner.param_groups[group]["params"][0]
+    state, scalars = inner.state[master], saved.scalars(group)
+    wanted = _wanted(inner, saved, group)
+    if not wanted and not scalars:
+        _forget(inner, state)
+    for name, dtype in wanted.items():
+        if not is_flat_state(state.get(name), master):
+            state[name] = torch.empty_like(master.data, dtype=dtype)
+        _copy_shard(optimizer, saved, name, group, state[name])
+        advance(state[name].nbytes)
+    made = not scalars.keys() <= state.keys()
+    for name, value in scalars.items():
+        state[name] = _in_form_of(state.get(name), value)
+    if not state:
+        del inner.state[master]
+    return made
+
+
 def _load_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Take over a group's settings, the client's own keys included."""
     for key, value in saved.items():
@@ -108,12 +134,22 @@ def _needed_names(inner: torch.optim.Optimizer) -> set[str] | None:
     return {inner.moment_name} if isinstance(inner, TiledOptimizer) else None
 
 
-def _reset(state: dict[str, Any]) -> None:
-    """The state of an optimizer that has not stepped."""
+def _wanted(inner: torch.optim.Optimizer, saved: SavedOptimizer, group: int) -> dict[str, torch.dtype]:
+    """The flat entries to load; stock's optimizers keep some that ours do not use."""
+    needed = _needed_names(inner)
+    return {
+        name: dtype for name, dtype in saved.flat_dtypes(group).items() if needed is None or name in needed
+    }
+
+
+def _forget(inner: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Back to the state of an optimizer that has not stepped: zeros where it is made ahead, else none."""
+    if not isinstance(inner, DeepSpeedCPUAdam):
+        state.clear()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             value.zero_()
-        elif isinstance(value, (int, float)):
+        else:
             state[name] = type(value)(0)
 
 
