@@ -102,6 +102,8 @@ def main():
     facts["torch"] = torch.__version__
     print("ready " + json.dumps({"contenders": list(contenders), "facts": facts}), flush=True)
     for line in iter(input, ""):
+        # Once untimed: each contender starts from what it leaves itself, threads awake and caches its own.
+        contenders[line]()
         start = time.perf_counter()
         contenders[line]()
         print(f"seconds {time.perf_counter() - start}", flush=True)
