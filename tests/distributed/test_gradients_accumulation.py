@@ -61,10 +61,12 @@ def _assert_updates_by(engine, grad, train, label):
     before = _flat_master(engine)
     train()
     after = _flat_master(engine)
-    assert torch.equal(after, before - grad), f"{label}: off by {(after - (before - grad)).abs().max().item():g}"
+    assert torch.equal(after, before - grad), (
+        f"{label}: off by {(after - (before - grad)).abs().max().item():g}"
+    )
 
 
-# -- GA = 1 in the configuration, several backward calls a step ------------------------------------------------------
+# -- GA = 1 in the configuration, several backward calls a step
 
 
 def _four_backwards_one_step():
@@ -121,7 +123,7 @@ def test_a_second_bf16_contribution_widens_the_host_gradient_once_with_a_log_lin
     run_distributed(world, _kept_gradient_widens_once)
 
 
-# -- fp32 accumulation -----------------------------------------------------------------------------------------------
+# -- fp32 accumulation
 
 
 class _Scale(torch.nn.Module):
@@ -169,7 +171,9 @@ def test_256_micro_steps_of_small_bf16_gradients_sum_in_fp32(place, world):
     in_bf16 = torch.zeros(33, dtype=torch.bfloat16)
     for row in rows[0]:
         in_bf16 += row
-    assert not torch.allclose(in_bf16.double(), rows[0].double().sum(0), rtol=0.05), "the input shows a bf16 sum"
+    assert not torch.allclose(in_bf16.double(), rows[0].double().sum(0), rtol=0.05), (
+        "the input shows a bf16 sum"
+    )
 
 
 def _three_steps_with_fp32_accumulation():
@@ -191,7 +195,7 @@ def test_bf16_with_fp32_accumulation_at_stage_1_with_cpu_adam_is_a_supported_com
             assert_same_bits(state, results[0])
 
 
-# -- no_sync, boundaries, short batches ------------------------------------------------------------------------------
+# -- no_sync, boundaries, short batches
 
 
 def _no_sync_then_sync():
@@ -208,7 +212,9 @@ def _no_sync_then_sync():
             engine.step()
 
         for step in range(2):
-            _assert_updates_by(engine, exact_grad(step, numel), lambda step=step: train(step=step), (stage, offload, dtype))
+            _assert_updates_by(
+                engine, exact_grad(step, numel), lambda step=step: train(step=step), (stage, offload, dtype)
+            )
         engine.destroy()
     rank, _ = rank_and_world()
     stage_2_engines = sum(stage == 2 for (stage, _), _ in PLACES_AND_DTYPES)
@@ -238,7 +244,9 @@ def _boundary_is_sticky():
             assert engine.is_gradient_accumulation_boundary(), "until told otherwise"
 
         for step in range(2):
-            _assert_updates_by(engine, exact_grad(step, numel), lambda step=step: train(step), (stage, offload, dtype))
+            _assert_updates_by(
+                engine, exact_grad(step, numel), lambda step=step: train(step), (stage, offload, dtype)
+            )
         assert (engine.global_steps, engine.micro_steps) == (2, 8)
         engine.destroy()
 
@@ -264,7 +272,11 @@ def _ten_micro_batches_at_accumulation_4():
         quarter = [exact_grad(micro, numel) / 4 for micro in range(10)]
         # The engine divides by the configured 4 always, as DeepSpeed does: the short batch of 2 weighs half.
         for first, end in ((0, 4), (4, 8), (8, 10)):
-            assert torch.equal(masters[end], masters[first] - sum(quarter[first:end])), (stage, offload, first)
+            assert torch.equal(masters[end], masters[first] - sum(quarter[first:end])), (
+                stage,
+                offload,
+                first,
+            )
             assert torch.equal(masters[end - 1], masters[first]), "and nothing moves before the boundary"
         engine.destroy()
 
@@ -274,7 +286,7 @@ def test_a_short_last_batch_steps_when_the_caller_forces_the_boundary(world):
     run_distributed(world, _ten_micro_batches_at_accumulation_4)
 
 
-# -- who calls backward ----------------------------------------------------------------------------------------------
+# -- who calls backward
 
 
 def _backward_by(engine, way, loss):
@@ -311,3 +323,76 @@ def _train_by(way):
 @pytest.mark.parametrize("way", ["engine", "plain", "scale", "unscaled by accumulation"])
 def test_every_way_to_call_backward_gives_the_same_update(way, world):
     run_distributed(world, _train_by, way)
+
+
+class _LossAndLogits(torch.nn.Module):
+    """Returns what transformers' models return: a loss, and the logits that it was computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, row):
+        logits = self.weight * row.to(self.weight.dtype)
+        return {"loss": logits.sum(), "more": [logits, (logits * 2,)], "note": "kept"}
+
+
+def _train_on_loss_and_logits():
+    row = torch.arange(8.0)
+    losses = {
+        "loss": (lambda output: output["loss"], row),
+        "logits": (lambda output: output["more"][0].sum(), row),
+        "both": (lambda output: output["loss"] + output["more"][1][0].sum(), 3 * row),
+    }
+    for dtype, way, accumulation in itertools.product(("fp32", "fp16"), ("plain", "scale", "engine"), (1, 4)):
+        for name, (loss_of, grad) in losses.items():
+            engine = start(_LossAndLogits(), Setup(2, True, accumulation, dtype=dtype, optimizer=SGD))
+            for _ in range(accumulation):
+                output = engine(row)
+                assert output["note"] == "kept"
+                _backward_by(engine, way, loss_of(output))
+                engine.step()
+            master = state_of(engine)["weight.master"]
+            assert torch.equal(master, 1 - grad), (dtype, way, accumulation, name)
+            engine.destroy()
+
+
+def test_a_plain_backward_is_scaled_once_whatever_outputs_the_loss_is_made_of():
+    run_distributed(1, _train_on_loss_and_logits)
+
+
+def _backward_beside_the_engine():
+    for stage, offload in PLACES:
+        engine = start(ExactModel(), Setup(stage, offload, dtype="fp16", optimizer=SGD))
+        engine.module(exact_rows(0, total_numel(engine.module))).backward()
+        with pytest.raises(
+            RuntimeError, match=r"step: expected gradients of a loss times the loss scale \(8\)"
+        ):
+            engine.step()
+        engine.zero_grad()
+        train_exact(engine, 1)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_that_cannot_have_been_loss_scaled_is_refused_by_name(world):
+    run_distributed(world, _backward_beside_the_engine)
+
+
+def _mixed_callers():
+    numel = total_numel(ExactModel())
+    for (stage, offload), dtype in PLACES_AND_DTYPES:
+        engine = start(ExactModel(), Setup(stage, offload, dtype=dtype, optimizer=SGD, bucket_numel=7))
+
+        def train(engine=engine):
+            for part, way in enumerate(("plain", "engine", "scale", "plain")):
+                _backward_by(engine, way, _loss(engine, 0, part, 4) / 4)
+            engine.step()
+
+        _assert_updates_by(engine, exact_grad(0, numel), train, (stage, offload, dtype))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_different_ways_to_call_backward_within_one_step_sum(world):
+    run_distributed(world, _mixed_callers)

@@ -26,12 +26,13 @@ class Blocks(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
+        # First in model order, so last among the buckets: the others may be launched during backward.
+        self.unused = torch.nn.Linear(6, 5)
         self.table = torch.nn.Embedding(11, 6)
         self.first = torch.nn.Linear(6, 6)
         self.second = torch.nn.Linear(6, 6)
         self.head = torch.nn.Linear(6, 11, bias=False)
         self.head.weight = self.table.weight  # tied
-        self.unused = torch.nn.Linear(6, 5)
         self.frozen = torch.nn.Linear(6, 6)
         self.frozen.requires_grad_(False)
         self.empty = torch.nn.Linear(6, 0)
@@ -135,7 +136,9 @@ def _train(body, accumulation, setups, all_reduce_between):
 
 def _check(world, body, accumulation, setups, all_reduce_between=""):
     expected = _reference(world, body, accumulation)
-    for results in run_distributed(world, _train, body, accumulation, setups, all_reduce_between, timeout_s=LIMIT_S):
+    for results in run_distributed(
+        world, _train, body, accumulation, setups, all_reduce_between, timeout_s=LIMIT_S
+    ):
         for setup, state in zip(setups, results, strict=True):
             for name, tensor in expected.items():
                 torch.testing.assert_close(
@@ -147,7 +150,9 @@ def _check(world, body, accumulation, setups, all_reduce_between=""):
                 )
 
 
-SETUPS = [Setup(*place, bucket_numel=bucket, optimizer=SGD) for place in PLACES for bucket in (1, 50, 1 << 20)]
+SETUPS = [
+    Setup(*place, bucket_numel=bucket, optimizer=SGD) for place in PLACES for bucket in (1, 50, 1 << 20)
+]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

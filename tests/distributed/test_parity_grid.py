@@ -1,9 +1,9 @@
 """Stages, offload, worlds, accumulation, buckets and overlap choose where arithmetic happens, never its result.
 
-The gradients of `ExactModel` are exact whatever the order of sums. Without offload these tests use torch's plain AdamW,
-whose operations the host kernel repeats one by one: then every run must agree in every bit. FusedAdam, the default
-without offload, is torch's fused kernel: it rounds differently in whole vectors and in the rest behind them, so a
-shard's bounds move single bits, and a bound takes the place of equality.
+The gradients of `ExactModel` are exact whatever the order of sums. Without offload these tests use torch's
+plain AdamW, whose operations the host kernel repeats one by one: then every run must agree in every bit.
+FusedAdam, the default without offload, is torch's fused kernel: it rounds differently in whole vectors and in
+the rest behind them, so a shard's bounds move single bits, and a bound takes the place of equality.
 """
 
 import itertools
@@ -72,7 +72,8 @@ def test_fp32_bits_do_not_depend_on_stage_offload_world_or_accumulation(world):
 def test_fp32_bits_do_not_depend_on_bucket_size_or_overlap(world):
     grid = itertools.product([((2, True), 4), ((1, False), 1)], BUCKETS, (True, False))
     _assert_all_equal_the_plainest(
-        world, [_setup(place, accumulation, bucket, overlap) for (place, accumulation), bucket, overlap in grid]
+        world,
+        [_setup(place, accumulation, bucket, overlap) for (place, accumulation), bucket, overlap in grid],
     )
 
 
@@ -91,7 +92,10 @@ def test_16_bit_results_do_not_depend_on_stage_offload_world_or_accumulation(dty
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_clipped_results_and_norms_do_not_depend_on_stage_offload_world_or_accumulation(world):
     changes = {"clipping": 0.5, "dtype": "fp16"}
-    setups = [_setup(place, accumulation, **changes) for place, accumulation in zip(PLACES, (1, 4, 1, 4, 4), strict=True)]
+    setups = [
+        _setup(place, accumulation, **changes)
+        for place, accumulation in zip(PLACES, (1, 4, 1, 4, 4), strict=True)
+    ]
     _, norm = _assert_all_equal_the_plainest(world, setups, **changes)
     assert norm > 0.5
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_distributed
-from tests.distributed.training import STEPS, ExactModel, Setup, exact_grad, start, state_of, total_numel, train_exact
+from tests.distributed.training import (
+    STEPS,
+    ExactModel,
+    Setup,
+    exact_grad,
+    start,
+    state_of,
+    total_numel,
+    train_exact,
+)
 
 PLACES = [(0, False), (1, False), (2, False), (1, True), (2, True)]
 # Two roundings a step is what a differently ordered, equally careful implementation may differ by.
@@ -35,7 +44,9 @@ def _reference(cls, settings, grad_of_step):
             param.grad = piece.view_as(param)
         optimizer.step()
         state = _torch_state(model, optimizer)
-        largest = {name: torch.maximum(value.abs(), largest.get(name, value.abs())) for name, value in state.items()}
+        largest = {
+            name: torch.maximum(value.abs(), largest.get(name, value.abs())) for name, value in state.items()
+        }
     return state, largest
 
 
@@ -87,7 +98,8 @@ def test_every_parameter_and_moment_is_within_2_ulp_a_step_of_torch(mode, weight
     for place, state in results.items():
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
-            # Rounding errors are as large as the values that were rounded, which may have been larger than the last.
+            # Rounding errors are as large as the values that were rounded, which may have been larger than
+            # the last.
             ulp = torch.nextafter(largest[name], torch.tensor(torch.inf)) - largest[name]
             ulps = ((tensor - expected[name]).abs() / ulp).max().item()
             assert ulps <= ULPS_A_STEP * STEPS, f"{place}: {name} is {ulps:g} ulp off after {STEPS} steps"

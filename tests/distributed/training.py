@@ -1,8 +1,9 @@
 """Tiny trainings for the parity tests: models whose gradients are exact, and the engine's state in comparable form.
 
-`ExactModel` is linear in its parameters and its data are small integers, so every product, sum over samples, ranks and
-micro-batches and every division is exact in fp32, bf16 and fp16, in any order. What remains is the optimizer's own
-arithmetic on equal gradients: runs that differ only in stage, world, accumulation or buckets must agree in every bit.
+`ExactModel` is linear in its parameters and its data are small integers, so every product, sum over samples,
+ranks and micro-batches and every division is exact in fp32, bf16 and fp16, in any order. What remains is the
+optimizer's own arithmetic on equal gradients: runs that differ only in stage, world, accumulation or buckets
+must agree in every bit.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def train_exact(engine: deepspeed.DeepSpeedEngine, steps: int = STEPS, first: in
     for step in range(first, first + steps):
         parts = exact_rows(step, numel).chunk(world * accumulation)
         for part in parts[rank * accumulation : (rank + 1) * accumulation]:
-            # The mean over ranks and micro-batches divides by their number: multiplied here, for an exact eighth.
+            # The mean over ranks and micro-batches divides by their number: multiplied here, for an exact
+            # eighth.
             engine.backward(engine(part) * (world * accumulation / 8))
             engine.step()
 
@@ -141,7 +143,9 @@ def state_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return state
 
 
-def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: Any = "") -> None:
+def assert_same_bits(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: Any = ""
+) -> None:
     """Every tensor equal in every element."""
     assert actual.keys() == expected.keys(), label
     for name, tensor in actual.items():

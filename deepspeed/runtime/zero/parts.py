@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
+from deepspeed.runtime.zero.inner_state import adopt_state
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
@@ -180,6 +181,7 @@ def build_parts(
             weakref.finalize(master, downloader.close)  # an engine may be dropped without destroy()
     else:
         master = DeviceMaster(groups, shard, params, optimizer, settings.device)
+    adopt_state(optimizer, groups, shard, params)
     reducer = _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master.load_grads)
     return ZeroParts(params, names, groups, shard, ledger, master, publisher, reducer, wire_dtype, closers)
 
