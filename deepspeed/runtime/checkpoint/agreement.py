@@ -7,10 +7,13 @@ was.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from deepspeed.runtime.checkpoint.names import CheckpointError
 
 TIMEOUT_VARIABLE = "DS_CHECKPOINT_TIMEOUT_S"
 _LONGEST_DEFAULT_S = 600.0
+_BEAT_EVERY_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
@@ -37,7 +41,7 @@ class Agreement:
     Args:
         rank: this rank.
         world: number of ranks.
-        timeout_s: how long to wait for a rank that makes no progress.
+        timeout_s: how long to wait for a rank that gives no sign.
         store: torch.distributed's store, with a prefix of its own; None for a world of one.
     """
 
@@ -114,13 +118,45 @@ class Agreement:
         messages = [message["error"] for message in self.exchange(call, {"error": words})]
         raise_first_errors(call, messages, error)
 
-    def beat(self, done: int) -> None:
-        """Tell waiting ranks that this one is still at work."""
-        if self._store is not None:
-            self._store.set(f"beat/{self._rank}", str(done))
+    def together(self, call: str, work: Callable[[], Any]) -> Any:
+        """Do a piece of work on every rank, each its own; returns this rank's result.
+
+        Args:
+            call: what the user called, for errors.
+            work: the piece.
+
+        Raises:
+            CheckpointError: it failed on a rank; the same words on every rank.
+        """
+        with self.at_work():
+            result, error = attempt(work)
+        self.agree(call, error)
+        return result
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the other ranks wait for this one while the block runs, however long a disk takes."""
+        if self._store is None:
+            yield
+            return
+        done = threading.Event()
+        thread = threading.Thread(target=self._beat_until, args=(done,), name="checkpoint-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _beat_until(self, done: threading.Event) -> None:
+        assert self._store is not None
+        for count in itertools.count():
+            self._store.set(f"beat/{self._rank}", str(count))
+            if done.wait(_BEAT_EVERY_S):
+                return
 
     def _wait(self, keys: Sequence[str], call: str) -> None:
-        """Wait for keys as long as anybody makes progress."""
+        """Wait for keys, and beyond the limit as long as a rank says that it is at work."""
         assert self._store is not None
         pause_s, last, deadline = _FIRST_PAUSE_S, self._beats(), time.monotonic() + self._timeout_s
         missing = list(keys)

@@ -71,11 +71,11 @@ def write_weights_folder(weights: Fp32Weights, folder: Path, settings: ExportSet
     shards = _split(named, settings)
     paths = [folder / _shard_name(index, len(shards), settings.safe) for index in range(len(shards))]
     total = sum(_nbytes(tensor, settings) for tensor in named.values())
-    with byte_bar("write weights", total, shown=True) as advance:
+    with byte_bar("write weights", total, shown=True) as bar:
         for path, shard in zip(paths, shards, strict=True):
             tensors = {name: _converted(tensor, settings) for name, tensor in shard.items()}
             _write_shard(path, tensors, weights, settings.safe)
-            advance(sum(tensor.nbytes for tensor in tensors.values()))
+            bar.update(sum(tensor.nbytes for tensor in tensors.values()))
     if len(shards) > 1:
         weight_map = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -107,14 +107,13 @@ class Loader:
         tag = self._agree_on_tag(request)
         if tag is None:
             return None
-        loaded, error = attempt(lambda: self._open(request, request.folder / tag, module, optimizer))
-        self._agreement.agree(_CALL, error)
+        path = request.folder / tag
+        loaded: Loaded = self._agreement.together(_CALL, lambda: self._open(request, path, module, optimizer))
         return loaded
 
     def copy(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Run the steps of a load; an error on one rank is one on all."""
-        _, error = attempt(lambda: [step() for step in steps])
-        self._agreement.agree(_CALL, error)
+        self._agreement.together(_CALL, lambda: [step() for step in steps])
 
     def _agree_on_tag(self, request: LoadRequest) -> str | None:
         tag, error = attempt(lambda: request.tag or read_latest(request.folder))
@@ -123,8 +122,8 @@ class Loader:
         tags = [message["tag"] for message in messages]
         if len(set(tags)) > 1 or any(message["error"] for message in messages):
             raise CheckpointError(
-                f"{_CALL}: tag: expected the same on every rank, got {tags} in rank order. Pass one that all "
-                "ranks know, "
+                f"{_CALL}: tag: expected the same on every rank, got {tags} in rank order. "
+                "Pass one that all ranks know, "
                 f"and see that all ranks see the same {request.folder / LATEST}."
             )
         if tag is None and self._comm.rank == 0:
@@ -172,9 +171,9 @@ class Loader:
         present = [path for path in paths if path.is_file()]
         mine = present if node_local else present[self._comm.rank :: self._comm.world]
         total = sum(path.stat().st_size for path in mine)
-        with byte_bar("check", total, self._comm.rank == 0, self._agreement.beat) as advance:
+        with byte_bar("check", total, self._comm.rank == 0) as bar:
             for path in mine:
-                verify_torch_file(path, advance)
+                verify_torch_file(path, bar.update)
 
     def _open_optimizer(
         self, loaded: Loaded, paths: dict[int, Path], optimizer: DeepSpeedZeroOptimizer
@@ -275,6 +274,6 @@ def _log_leftovers(folder: Path) -> None:
 def load_into(loaded: Loaded, optimizer: DeepSpeedZeroOptimizer, shown: bool) -> None:
     """Copy a checkpoint's optimizer state into an optimizer; with a bar if it lasts and is to be shown."""
     assert loaded.optimizer is not None and loaded.shard is not None
-    with byte_bar("load", shard_nbytes(optimizer, loaded.optimizer), shown) as advance:
-        load_optimizer(optimizer, loaded.optimizer, advance)
+    with byte_bar("load", shard_nbytes(optimizer, loaded.optimizer), shown) as bar:
+        load_optimizer(optimizer, loaded.optimizer, bar.update)
     load_loss_scaler(optimizer, loaded.shard)

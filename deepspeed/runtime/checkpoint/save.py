@@ -100,7 +100,8 @@ class Saver:
         """
         save_id = self._begin(request)
         folder = request.folder / request.tag
-        names, error = attempt(lambda: self._write(folder, save_id, contents()))
+        with self._agreement.at_work():
+            names, error = attempt(lambda: self._write(folder, save_id, contents()))
         try:
             self._agreement.agree(_CALL, error)
             self._let_count(request, save_id)
@@ -128,8 +129,7 @@ class Saver:
                     f"{values} in "
                     "rank order. Pass one that all ranks know, such as the step."
                 )
-        _, error = attempt(lambda: self._prepare(request))
-        self._agreement.agree(_CALL, error)
+        self._agreement.together(_CALL, lambda: self._prepare(request))
         return messages[0]["save_id"]
 
     def _prepare(self, request: SaveRequest) -> None:
@@ -157,11 +157,9 @@ class Saver:
         ]
         total = sum(item.plan.tensor_nbytes for item in planned)
         try:
-            with byte_bar(
-                f"save {folder.name}", total, self._comm.rank == 0, self._agreement.beat
-            ) as advance:
+            with byte_bar(f"save {folder.name}", total, self._comm.rank == 0) as bar:
                 for item in planned:
-                    write_planned(item.path, item.plan, advance)
+                    write_planned(item.path, item.plan, bar.update)
         except BaseException:
             self._discard(folder, save_id, [item.name for item in planned])
             raise
@@ -175,8 +173,7 @@ class Saver:
 
     def _let_count(self, request: SaveRequest, save_id: str) -> None:
         """All files are there: from here on they are the checkpoint."""
-        _, error = attempt(lambda: self._write_record(request, save_id))
-        self._agreement.agree(_CALL, error)
+        self._agreement.together(_CALL, lambda: self._write_record(request, save_id))
 
     def _write_record(self, request: SaveRequest, save_id: str) -> None:
         if self.is_committer(request):
@@ -185,10 +182,8 @@ class Saver:
     def _settle(self, request: SaveRequest, save_id: str, own_names: Sequence[str]) -> None:
         """Give the files their own names, and let `latest` say so."""
         folder = request.folder / request.tag
-        _, error = attempt(lambda: atomic.rename_temporary(folder, own_names, save_id))
-        self._agreement.agree(_CALL, error)
-        _, error = attempt(lambda: self._finish(request))
-        self._agreement.agree(_CALL, error)
+        self._agreement.together(_CALL, lambda: atomic.rename_temporary(folder, own_names, save_id))
+        self._agreement.together(_CALL, lambda: self._finish(request))
 
     def _finish(self, request: SaveRequest) -> None:
         """Clear away an older checkpoint's files of the same tag, then let `latest` name this one."""

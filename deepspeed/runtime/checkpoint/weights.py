@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deepspeed.runtime.checkpoint import atomic
-from deepspeed.runtime.checkpoint.agreement import Agreement, attempt
+from deepspeed.runtime.checkpoint.agreement import Agreement
 from deepspeed.runtime.checkpoint.torch_file import write_torch_file
 
 
@@ -29,5 +29,4 @@ def write_weights(
             write_torch_file(temporary, weights)
             os.replace(temporary, path)
 
-    _, error = attempt(write)
-    agreement.agree("save_16bit_model", error)
+    agreement.together("save_16bit_model", write)
