@@ -81,7 +81,12 @@ def test_a_forked_child_that_drops_a_buffer_unmaps_nothing_of_its_own():
         libc.mmap.restype = ctypes.c_void_p
         fixed = 0x10
         taken = libc.mmap(
-            ctypes.c_void_p(address), ctypes.c_size_t(4096), 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(4096),
+            3,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed,
+            -1,
+            0,
         )
         holder.clear()
         gc.collect()
@@ -95,7 +100,10 @@ def test_ledger_names_every_buffer_with_its_bytes():
     ledger = Ledger()
     first = HostBuffer("a", 3, torch.float32, ledger)
     second = HostBuffer("b", 5, torch.bfloat16, ledger, torch.float32)
-    assert [(entry.name, entry.nbytes, entry.pinned) for entry in ledger] == [("a", 12, False), ("b", 10, False)]
+    assert [(entry.name, entry.nbytes, entry.pinned) for entry in ledger] == [
+        ("a", 12, False),
+        ("b", 10, False),
+    ]
     second.retype(torch.float32)
     assert ledger.total_nbytes == 32
     first.release()

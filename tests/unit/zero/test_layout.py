@@ -81,7 +81,9 @@ def test_buckets_hold_every_element_once_at_its_owner(groups, world, bucket_nume
             assert item.shard_start == first - low
             seen += [(item.slot.group, element) for element in range(first, first + item.numel)]
         assert filled == plan.numel
-    expected = [(index, element) for index, layout in enumerate(layouts) for element in range(layout.full_numel)]
+    expected = [
+        (index, element) for index, layout in enumerate(layouts) for element in range(layout.full_numel)
+    ]
     assert sorted(seen) == expected
 
 
