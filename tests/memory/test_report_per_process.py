@@ -11,11 +11,11 @@ from deepspeed.utils.memory import memory_report
 memory_report()
 for line in sys.stdin:
     report = memory_report()
-    print(report.rss_nbytes, report.peak_rss_nbytes, report.tree_pss_nbytes, report.machine_used_nbytes, flush=True)
+    print(report.rss_nbytes, report.peak_rss_nbytes, report.tree_pss_nbytes, flush=True)
 """
 
 
-def test_memory_of_another_process_shows_in_the_machines_figure_only():
+def test_memory_of_another_process_does_not_show():
     child = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -25,14 +25,13 @@ def test_memory_of_another_process_shows_in_the_machines_figure_only():
         after = _ask(child)
         assert len(block) == 256 * MIB
         child.stdin.close()
-    for name in ("rss", "peak", "tree"):
-        # The tree's share of library pages moves with other processes that map them; 64 MiB leaves room for it.
+    for name in before:
+        # The tree's share of library pages moves with other processes that map them: room of 64 MiB.
         assert abs(after[name] - before[name]) < 64 * MIB, name
-    assert after["machine"] > 0
 
 
 def _ask(child):
     child.stdin.write("now\n")
     child.stdin.flush()
     values = map(int, child.stdout.readline().split())
-    return dict(zip(("rss", "peak", "tree", "machine"), values, strict=True))
+    return dict(zip(("rss", "peak", "tree"), values, strict=True))
