@@ -123,7 +123,7 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
         expected = train(make_config("bf16", gas, pin), patch)[0]
     deliver, upload, launch = (
         staging.Downloader._deliver,
-        staging.UploadPublisher._upload,
+        staging.UploadPublisher.close_chunk,
         staging.Downloader._launch_copies,
     )
 
@@ -143,7 +143,7 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
         launch(self, *args)
 
     monkeypatch.setattr(staging.Downloader, "_deliver", slow_deliver)
-    monkeypatch.setattr(staging.UploadPublisher, "_upload", slow_upload)
+    monkeypatch.setattr(staging.UploadPublisher, "close_chunk", slow_upload)
     monkeypatch.setattr(staging.Downloader, "_launch_copies", slow_launch)
     assert torch.equal(train(make_config("bf16", gas, pin), monkeypatch)[0], expected)
 
