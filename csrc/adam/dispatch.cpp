@@ -99,11 +99,11 @@ AdamArgs with_output(AdamArgs args, int64_t numel) {
 }
 
 // Threads take the next task as they get free. With one range a thread, the slowest thread, of a machine that
-// also runs copies and a training loop, made all others wait at the end of each tile: 0.236 against 0.194 ns a
-// parameter on 16 cores (benchmarks/README.md).
-// OpenMP with num_threads, not at::parallel_for: the number of threads is an argument of the call there, and
-// here torch's own setting is left alone. It is one runtime and one pool all the same: torch loads its
-// libgomp globally, so this library's calls bind to it whichever libgomp the linker named.
+// also runs copies and a training loop, made all others wait at the end of each tile: 0.236 against 0.194 ns
+// a parameter on 16 cores (benchmarks/README.md). OpenMP with num_threads, not at::parallel_for: the number
+// of threads is an argument of the call there, and here torch's own setting is left alone. It is one runtime
+// and one pool all the same: torch loads its libgomp globally, so this library's calls bind to it whichever
+// libgomp the linker named.
 template <class Body>
 void parallel_tasks(int64_t numel, int64_t task_numel, int threads, const Body& body) {
     const int64_t tasks = ceil_div(numel, task_numel);
