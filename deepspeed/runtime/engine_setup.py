@@ -151,7 +151,9 @@ def choose_lr_scheduler(
     scheduler = config.scheduler
     if optimizer is None:
         if config.optimizer is None and (scheduler is not None or callable(client)):
-            key, got = ("lr_scheduler", client) if scheduler is None else ("scheduler.type", scheduler.type)
+            key, got = "lr_scheduler", type(client).__name__
+            if scheduler is not None:
+                key, got = "scheduler.type", scheduler.type
             raise ValueError(
                 f"{key}: expected an optimizer to schedule, got {got!r} without one. "
                 "Add an optimizer to the configuration or deepspeed.initialize, or leave the scheduler out."

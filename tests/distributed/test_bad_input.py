@@ -93,6 +93,10 @@ def another_group():
     engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
 
+def constant_rate(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
 def device_mesh():
     deepspeed.initialize(model=Weights(NUMEL), config=ds_config(), mesh_param=(2, 1))
 
@@ -204,6 +208,11 @@ CASES = {
         "ValueError",
         ["scheduler.type: expected an optimizer to schedule, got 'WarmupLR' without one"],
     ),
+    "callable schedule without optimizer": (
+        lambda: make_engine(ds_config(optimizer=None), NUMEL, lr_scheduler=constant_rate),
+        "ValueError",
+        ["lr_scheduler: expected an optimizer to schedule", "without one"],
+    ),
     "unknown scheduler": (
         from_config(scheduler={"type": "WarmUp", "params": {}}),
         "ValueError",
@@ -277,6 +286,23 @@ def test_every_rank_raises_the_same_clear_error(errors, name):
     assert first.startswith(f"{kind}: "), first
     assert re.search(".*".join(map(re.escape, words)), first, re.DOTALL), first
     assert len(first) < 1000, "one clear error, not a dump"
+
+
+def _unused_on_the_last_rank_only():
+    engine = make_engine(ds_config(zero_optimization=zero(ignore_unused_parameters=False)), NUMEL, 3)
+    first, second = engine.module.parts
+    last = dist.get_rank() == dist.get_world_size() - 1
+    engine.backward((first * 2).sum() + (0 if last else second.sum()))
+    with pytest.raises(RuntimeError, match="ignore_unused_parameters") as raised:
+        engine.step()
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_every_rank():
+    first, second = run_distributed(2, _unused_on_the_last_rank_only, timeout_s=LIMIT_S)
+    assert "got none for parameters of other ranks" in first
+    assert "got none for ['parts.1']" in second
 
 
 def _after_an_error():

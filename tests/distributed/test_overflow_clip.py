@@ -76,7 +76,7 @@ def test_without_a_setting_clipping_is_at_1_and_the_log_says_so(world):
         for case, update, norm in results:
             assert math.isclose(norm, NORM, rel_tol=1e-6), case
             assert abs(update.norm().item() - 1.0) < 1e-5, case
-        lines = [line for line in log if "gradient clipping=1 (the default" in line]
+        lines = [line for line in log if "clipping=1 (the default" in line]
         assert len(lines) == len(CASES), log
 
 
@@ -84,7 +84,7 @@ def test_clipping_switched_off_is_off_and_the_log_says_so(world):
     for results, log in run_distributed(world, _with_log, {"gradient_clipping": 0.0})[:1]:
         for case, update, _ in results:
             assert update.tolist() == gradient().tolist(), case
-        assert sum("gradient clipping=0" in line and "default" not in line for line in log) == len(CASES), log
+        assert sum("clipping=0" in line and "default" not in line for line in log) == len(CASES), log
 
 
 def _with_log(keys):

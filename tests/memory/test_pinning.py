@@ -21,10 +21,12 @@ class Cuda:
         self.limit_nbytes = limit_nbytes
         self.locked = {}  # address -> bytes
         self.requests = []
+        self.has_error = False
 
     def cudaHostRegister(self, address, nbytes, flags):
         self.requests.append(nbytes)
         if sum(self.locked.values()) + nbytes > self.limit_nbytes:
+            self.has_error = True
             return 2
         self.locked[address] = nbytes
         return 0
@@ -33,6 +35,9 @@ class Cuda:
         del self.locked[address]
         return 0
 
+    def forget_error(self):
+        self.has_error = False
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -40,6 +45,7 @@ def cuda(monkeypatch):
     runtime = Cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_buffer, "_forget_cuda_error", runtime.forget_error)
     return runtime
 
 
@@ -67,6 +73,7 @@ def test_a_refused_page_lock_warns_once_by_the_keys_name_and_goes_on(cuda, slots
     assert len(log) == 1
     assert log[0].startswith("zero_optimization.offload_optimizer.pin_memory: page-locking")
     assert "going on without" in log[0] and "memlock" in log[0]
+    assert not cuda.has_error, "torch would raise it at its next kernel"
     ring.acquire().view(8, torch.float32).fill_(1.0)
     ring.close()
     assert cuda.locked == {}

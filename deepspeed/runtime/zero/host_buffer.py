@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -158,6 +159,7 @@ class HostBuffer:
                 self.name,
                 code,
             )
+            _forget_cuda_error()
         return self.pinned
 
     def release(self) -> None:
@@ -193,6 +195,12 @@ def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
     return memory
+
+
+def _forget_cuda_error() -> None:
+    """Let torch raise here what it would raise at its next kernel: CUDA keeps the error of a failed call."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unregister(address: int, owner_pid: int) -> None:
