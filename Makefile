@@ -10,7 +10,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 BENCHMARKS := $(wildcard benchmarks/host_step.py benchmarks/engine_step.py benchmarks/host_memory.py)
 
-.PHONY: demo test check bench sanitize format clean
+.PHONY: demo test check bench sanitize torture format clean
 
 demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
 	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
@@ -31,6 +31,9 @@ bench: $(INSTALLED)  ## every benchmark, one after the other
 
 sanitize: $(INSTALLED)  ## the kernels under the address, undefined-behaviour and thread sanitizers
 	$(BIN)/python -m pytest tests/unit/ops/test_sanitizers.py
+
+torture: $(INSTALLED)  ## 100 kills at random moments of a save: the last whole checkpoint loads
+	$(BIN)/python -m tests.torture.kill_during_save --kills 100
 
 format: $(INSTALLED)  ## rewrite sources as check wants them
 	$(BIN)/ruff check --fix

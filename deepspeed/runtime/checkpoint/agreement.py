@@ -58,20 +58,20 @@ class Agreement:
         if world == 1:
             return cls(rank, world, _LONGEST_DEFAULT_S, None)
         store = dist.distributed_c10d._get_default_store()
-        mine = store.add(
-            f"ds_checkpoint/engines/{rank}", 1
-        )  # counts the engines of this rank, the same on every rank
+        # Counts the engines of this rank; the same on every rank, since all make them in the same order.
+        mine = store.add(f"ds_checkpoint/engines/{rank}", 1)
         own_limit: Any = store  # typed without its property
         limit = min(own_limit.timeout.total_seconds(), _LONGEST_DEFAULT_S)
         timeout_s = float(os.environ.get(TIMEOUT_VARIABLE) or limit)
         return cls(rank, world, timeout_s, dist.PrefixStore(f"ds_checkpoint/{mine}", store))
 
-    def exchange(self, call: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, call: str, message: Mapping[str, Any], arriving: bool = False) -> list[dict[str, Any]]:
         """Give a message to all ranks and get all ranks' messages.
 
         Args:
             call: what the user called, for errors.
             message: values that JSON can carry.
+            arriving: it is the call's first; a rank that is missing has not made the call.
 
         Returns:
             The messages in rank order, the same on every rank.
@@ -87,20 +87,19 @@ class Agreement:
         try:
             if self._rank == 0:
                 keys = [f"{self._stage}/{rank}" for rank in range(self._world)]
-                self._wait(keys, call)
+                self._wait(keys, call, arriving)
                 collected = [self._store.get(key).decode() for key in keys]
                 self._store.set(verdict, json.dumps([json.loads(text) for text in collected]))
                 for key in keys[1:]:
                     self._store.delete_key(key)
             else:
-                self._wait([verdict], call)
+                self._wait([verdict], call, arriving)
             messages = json.loads(self._store.get(verdict).decode())
         finally:
             self._store.delete_key(own)
         if self._rank == 0 and self._stage:
-            self._store.delete_key(
-                f"{self._stage - 1}/all"
-            )  # everybody has read it: they are one stage further
+            # Everybody has read it: they are one stage further.
+            self._store.delete_key(f"{self._stage - 1}/all")
         self._stage += 1
         return messages
 
@@ -155,7 +154,7 @@ class Agreement:
             if done.wait(_BEAT_EVERY_S):
                 return
 
-    def _wait(self, keys: Sequence[str], call: str) -> None:
+    def _wait(self, keys: Sequence[str], call: str, arriving: bool) -> None:
         """Wait for keys, and beyond the limit as long as a rank says that it is at work."""
         assert self._store is not None
         pause_s, last, deadline = _FIRST_PAUSE_S, self._beats(), time.monotonic() + self._timeout_s
@@ -164,7 +163,7 @@ class Agreement:
             if time.monotonic() > deadline:
                 beats = self._beats()
                 if beats == last:
-                    raise AbsentRankError(self._absence(call, missing))
+                    raise AbsentRankError(self._absence(call, missing, arriving))
                 last, deadline = beats, time.monotonic() + self._timeout_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -174,13 +173,14 @@ class Agreement:
         keys = [f"beat/{rank}" for rank in range(self._world)]
         return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
-    def _absence(self, call: str, missing: Sequence[str]) -> str:
+    def _absence(self, call: str, missing: Sequence[str], arriving: bool) -> str:
         ranks = [key.rpartition("/")[2] for key in missing]
         who = "rank 0" if ranks == ["all"] else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        expected = f"all {self._world} ranks to {'call it' if arriving else 'go on'}"
+        advice = "Call it on every rank, not on rank 0 only." if arriving else "Has it been killed?"
         return (
-            f"{call}: expected all {self._world} ranks to call it, got no sign of {who} within "
-            f"{self._timeout_s:g} s. "
-            f"Call it on every rank, not on rank 0 only; {TIMEOUT_VARIABLE} sets the limit in seconds."
+            f"{call}: expected {expected}, got no sign of {who} within {self._timeout_s:g} s. "
+            f"{advice} {TIMEOUT_VARIABLE} sets the limit in seconds."
         )
 
 

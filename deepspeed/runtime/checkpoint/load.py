@@ -118,7 +118,7 @@ class Loader:
     def _agree_on_tag(self, request: LoadRequest) -> str | None:
         tag, error = attempt(lambda: request.tag or read_latest(request.folder))
         words = None if error is None else repr(error)
-        messages = self._agreement.exchange(_CALL, {"tag": tag, "error": words})
+        messages = self._agreement.exchange(_CALL, {"tag": tag, "error": words}, arriving=True)
         tags = [message["tag"] for message in messages]
         if len(set(tags)) > 1 or any(message["error"] for message in messages):
             raise CheckpointError(

@@ -120,7 +120,7 @@ class Saver:
     def _begin(self, request: SaveRequest) -> str:
         """Make sure that all ranks are here for the same checkpoint; returns the save's identity."""
         own = {"tag": request.tag, "folder": str(request.folder), "save_id": uuid.uuid4().hex[:8]}
-        messages = self._agreement.exchange(_CALL, own)
+        messages = self._agreement.exchange(_CALL, own, arriving=True)
         for key in ("tag",) if request.node_local else ("tag", "folder"):
             values = [message[key] for message in messages]
             if len(set(values)) > 1:
