@@ -2,6 +2,7 @@
 
 import pytest
 
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from tests.memory.job import MIB, Job, run_job
 
 # What does not grow with the model: a gradient bucket (4 MiB here), gradients of single layers on their way
@@ -36,7 +37,10 @@ def assert_costs(result, bytes_a_param, numel, constant=CONSTANT, jitter=JITTER)
 @pytest.mark.parametrize("gas, bytes_a_param", [(1, 14), (2, 16)])
 def test_bf16_costs_14_bytes_without_accumulation_and_16_with_it(gas, bytes_a_param):
     job = Job(gas=gas)
-    assert_costs(run_job(job)[0], bytes_a_param, job.numel)
+    (result,) = run_job(job)
+    assert_costs(result, bytes_a_param, job.numel)
+    estimated, _ = estimate_zero2_model_states_mem_needs(job.numel, gradient_accumulation_steps=gas)
+    assert abs(result["step4"].rss / estimated - 1) < 0.05, "the estimator says what is measured"
 
 
 def test_four_groups_and_pin_memory_add_nothing_and_the_engines_own_account_agrees():

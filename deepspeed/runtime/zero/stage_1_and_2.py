@@ -16,9 +16,22 @@ from deepspeed.runtime.precision import LossScalerBase
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.buckets import GradReducer
 from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.estimate import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.param_access import ParamAccess
 from deepspeed.runtime.zero.parts import ZeroParts, ZeroSettings, build_parts
+
+__all__ = [
+    "DeepSpeedZeroOptimizer",
+    "StepStatus",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]
 
 logger = logging.getLogger("DeepSpeed")
 
