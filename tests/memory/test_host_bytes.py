@@ -48,7 +48,7 @@ def test_four_groups_and_pin_memory_add_nothing_and_the_engines_own_account_agre
     job = Job(groups=4, pin=True)
     (result,) = run_job(job)
     assert_costs(result, 14, job.numel)
-    assert not any(entry["pinned"] for entry in result.ledger)
+    assert result.locked == 0 and not any(entry["pinned"] for entry in result.ledger)
     accounted = sum(entry["nbytes"] for entry in result.ledger)
     assert abs(result["step4"].rss - accounted) < CONSTANT
     assert 14 * job.numel <= accounted <= 14 * job.numel + 4 * MIB + 4096, "and the bucket"

@@ -34,11 +34,10 @@ def estimate_zero2_model_states_mem_needs(
     """
     grad_nbytes = 2 if cpu_offload and gradient_accumulation_steps == 1 else 4
     per_param = _MASTER_AND_ADAM_NBYTES + grad_nbytes
-    device = total_params * _WEIGHT_NBYTES
+    host, device = 0.0, float(total_params * _WEIGHT_NBYTES)
     if cpu_offload:
         host = total_params * per_param / num_nodes
     else:
-        host = 0.0
         device += total_params * per_param / (num_gpus_per_node * num_nodes)
     return int(host * additional_buffer_factor), int(device * additional_buffer_factor)
 
