@@ -156,11 +156,17 @@ def first_save(folder: str, pipe: Any) -> None:
         pipe.send(((engine.global_steps, fingerprint(engine)), time.monotonic() - begin))
 
 
-def state_of_folder(folder: str) -> str:
-    """Where a kill fell, as the files tell it."""
-    if list(Path(folder).glob("*/.commit.json")):
+def where_it_fell(folder: Path, returned: bool) -> str:
+    """Where a kill fell, as the files of the tag tell it."""
+    if returned:
+        return "after the save"
+    if (folder / ".commit.json").exists():
         return "while files were renamed"
-    return "while files were written" if list(Path(folder).glob("*/*.tmp")) else "outside"
+    return (
+        "while files were written"
+        if list(folder.glob("*.tmp"))
+        else "before the first or after the last file"
+    )
 
 
 def main() -> None:
@@ -180,9 +186,11 @@ def main() -> None:
         for index in range(args.kills):
             tag = chance.choice([SAME_TAG, "fresh"])
             who = chance.choice([[0, 1], [0, 1], [0], [1]])
-            begun, took_s = run_round(folder, tag, chance.uniform(0, 1.5 * save_s), who, args.async_save)
-            save_s = took_s or save_s
-            fell[state_of_folder(folder)] += 1
+            delay_s = chance.uniform(0, 1.3 * save_s)
+            begun, took_s = run_round(folder, tag, delay_s, who, args.async_save)
+            save_s = took_s or max(save_s, delay_s)
+            name = f"global_step{begun[0]}" if tag == "fresh" else tag
+            fell[where_it_fell(Path(folder, name), took_s > 0)] += 1
             path, step, hashed = load_back(folder)
             allowed = [begun] if took_s else [last, begun]
             assert (step, hashed) in [tuple(item) for item in allowed], (
@@ -190,7 +198,7 @@ def main() -> None:
             )
             last = (step, hashed)
             print(f"{index + 1}/{args.kills} tag {tag}, ranks {who}: step {step} loads", flush=True)
-    print("RESULT " + json.dumps({"kills": args.kills, "kills_fell": dict(fell)}))
+    print("RESULT " + json.dumps({"kills": args.kills, "fell": dict(fell)}))
 
 
 if __name__ == "__main__":
