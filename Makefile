@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PEER ?= .venv-peer
 INSTALLED := $(VENV)/.installed
 # Installed first and exactly as pinned, so that a build of it on disk is taken, whatever else would ask for torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
@@ -10,7 +11,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 BENCHMARKS := $(wildcard benchmarks/host_step.py benchmarks/engine_step.py benchmarks/host_memory.py)
 
-.PHONY: demo test check bench sanitize torture format clean
+.PHONY: demo test test-peer check bench sanitize torture format clean
 
 demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
 	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
@@ -32,6 +33,12 @@ bench: $(INSTALLED)  ## every benchmark, one after the other
 sanitize: $(INSTALLED)  ## the kernels under the address, undefined-behaviour and thread sanitizers
 	$(BIN)/python -m pytest tests/unit/ops/test_sanitizers.py
 
+test-peer: $(INSTALLED)  ## exchange of checkpoints with stock DeepSpeed, in an environment of its own
+	@$(MAKE) --no-print-directory $(PEER)/.installed || \
+		echo "SKIPPED: stock DeepSpeed cannot be installed here; its checkpoints are NOT tested against ours."
+	@test ! -f $(PEER)/.installed || DS_STOCK_PYTHON=$(abspath $(PEER))/bin/python \
+		$(BIN)/python -m pytest -m compat tests/compat
+
 torture: $(INSTALLED)  ## 100 kills at random moments of a save: the last whole checkpoint loads
 	$(BIN)/python -m tests.torture.kill_during_save --kills 100
 
@@ -41,7 +48,7 @@ format: $(INSTALLED)  ## rewrite sources as check wants them
 	$(BIN)/clang-format -i $(CPP)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml setup.py deepspeed/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -50,4 +57,11 @@ $(INSTALLED): pyproject.toml setup.py deepspeed/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# Stock's package, which cannot share an environment with ours: both are named deepspeed. Its ops compile at first use.
+$(PEER)/.installed:
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet $(TORCH) setuptools wheel ninja packaging psutil
+	DS_BUILD_OPS=0 $(PEER)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	touch $@
