@@ -19,9 +19,10 @@ from deepspeed.runtime.engine_setup import (
     choose_lr_scheduler,
     choose_optimizer,
     data_parallel_comm,
-    make_zero_optimizer,
+    make_loss_scaler,
     place_model,
     training_device,
+    zero_settings,
 )
 from deepspeed.runtime.plain_backward import PlainBackward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -89,10 +90,14 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         inner = choose_optimizer(optimizer, model_parameters, model, config)
         place_model(model, config, self.device, self._comm)
         self.module = model
+        loss_scaler = make_loss_scaler(config)
+        self._plain_backward = PlainBackward(loss_scaler, config.gradient_accumulation_steps)
         self.optimizer: DeepSpeedZeroOptimizer | None = None
         if inner is not None:
-            self.optimizer = make_zero_optimizer(inner, model, config, self.device, self._comm)
-        self._plain_backward = PlainBackward(self._loss_factor)
+            settings = zero_settings(config, self.device)
+            self.optimizer = DeepSpeedZeroOptimizer(
+                inner, list(model.named_parameters()), settings, self._comm, loss_scaler
+            )
         self.lr_scheduler = choose_lr_scheduler(lr_scheduler, config, self.optimizer)
         self.training_dataloader = None
         if training_data is not None:
@@ -335,9 +340,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         if not self._progress.no_sync_warned:
             self._progress.no_sync_warned = True
             logger.warning("no_sync: no effect at zero_optimization.stage 2, where every pass is reduced")
-
-    def _loss_factor(self) -> float:
-        return self.cur_scale / self.gradient_accumulation_steps()
 
     def _check_plain_backward(self) -> None:
         """Raises if gradients came by a way on which the loss scale cannot have been applied."""

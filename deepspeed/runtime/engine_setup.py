@@ -121,23 +121,6 @@ def make_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
     return create_loss_scaler(config.fp16 if config.fp16.enabled else None)
 
 
-def make_zero_optimizer(
-    optimizer: torch.optim.Optimizer,
-    module: torch.nn.Module,
-    config: DeepSpeedConfig,
-    device: torch.device,
-    comm: Comm,
-) -> DeepSpeedZeroOptimizer:
-    """Wrap an inner optimizer."""
-    return DeepSpeedZeroOptimizer(
-        optimizer,
-        list(module.named_parameters()),
-        zero_settings(config, device),
-        comm,
-        make_loss_scaler(config),
-    )
-
-
 def choose_lr_scheduler(
     client: Any, config: DeepSpeedConfig, optimizer: DeepSpeedZeroOptimizer | None
 ) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from deepspeed.runtime.precision import LossScalerBase
 from deepspeed.utils.nested import map_tensors
 
 
@@ -20,14 +21,16 @@ class PlainBackward:
     another of its outputs, such as logits, is scaled once.
 
     Args:
-        factor: loss scale divided by accumulation steps, now.
+        loss_scaler: what the loss is multiplied by.
+        accumulation: micro-batches of a step.
 
     Source: DeepSpeed 0.19.8 divides a plain backward by the accumulation steps; here the loss scale applies
     too.
     """
 
-    def __init__(self, factor: Callable[[], float]) -> None:
-        self._factor = factor
+    def __init__(self, loss_scaler: LossScalerBase, accumulation: int) -> None:
+        self._loss_scaler = loss_scaler
+        self._accumulation = accumulation
         self._scaled_before = False  # the pass under way starts from a loss that is scaled already
         self.scaled = False  # a pass since the last `end_micro_step` was scaled, by a hook or before
 
@@ -67,7 +70,7 @@ class PlainBackward:
 
     def _scale(self, grad: torch.Tensor) -> torch.Tensor | None:
         self.scaled = True
-        return None if self._scaled_before else grad * self._factor()
+        return None if self._scaled_before else grad * (self._loss_scaler.loss_scale / self._accumulation)
 
     def _begin_scaled_pass(self, grad: torch.Tensor) -> None:
         self.scaled = self._scaled_before = True

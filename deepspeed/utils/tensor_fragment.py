@@ -2,7 +2,7 @@
 
 A parameter under ZeRO carries ``_ds_accessor``, a weak reference to the optimizer's accessor. Without one, or
 once the optimizer is gone, getters return None. Getters are collective: every rank calls them for the same
-parameters in the same order. Setters take the whole value on every rank.
+parameters in the same order. Setters take the whole value on every rank, and are to be called on every rank.
 """
 
 from __future__ import annotations

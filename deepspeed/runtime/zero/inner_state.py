@@ -23,9 +23,9 @@ def adopt_state(
 ) -> None:
     """Move state kept by parameter to the flat masters, so that an optimizer goes on where it was.
 
-    torch's Adagrad has state from construction, others when they were stepped or loaded before. Parameters' own entries
-    are dropped: nothing reads them any more. A group whose parameters differ in what one shard can have only
-    once, such as the number of steps, starts afresh, with a warning.
+    torch's Adagrad has state from construction, others when they were stepped or loaded before. Parameters'
+    own entries are dropped: nothing reads them any more. A group whose parameters differ in what one shard
+    can have only once, such as the number of steps, starts afresh, with a warning.
 
     Args:
         optimizer: its groups' `params` are the flat masters already.
@@ -42,8 +42,8 @@ def adopt_state(
         shared = _shared_values(kept, params)
         if len(kept) < len(states) or shared is None:
             logger.warning(
-                "optimizer: the parameters of group %d have taken different numbers of steps or hold different state; "
-                "they start afresh",
+                "optimizer: the parameters of group %d have taken different numbers of steps or hold "
+                "different state; they start afresh",
                 index,
             )
             continue
@@ -63,7 +63,7 @@ def adopt_state(
 
 
 def _elementwise_names(kept: Mapping[int, State], params: Mapping[int, torch.nn.Parameter]) -> list[str]:
-    """Names of state with one value an element; a step count has no elements even where the parameter is a scalar."""
+    """Names of state with one value an element; a step count is none, even where the parameter is a scalar."""
     largest = max(kept, key=lambda index: params[index].numel())
     return [
         name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -31,7 +31,7 @@ class ParamAccess:
     """Full views of sharded state, for `deepspeed.utils.safe_get_*` and `safe_set_*`.
 
     Reads are collective: every rank calls them for the same parameter, and each receives the whole. Writes
-    take the whole value on every rank and keep what the rank owns.
+    take the whole value on every rank and keep what the rank owns; those of gradients are collective too.
 
     Args:
         parts: the optimizer's parts.
@@ -80,26 +80,39 @@ class ParamAccess:
         """
         if not self._parts.reducer.rounds:
             return None
+        self._collect_late_grads(param)
         slot = self._slots[id(param)]
         return self._gather(param, self._parts.master.grads(slot.group)).div_(self._loss_scaler.loss_scale)
 
     def get_full_optimizer_state(self, param: torch.nn.Parameter, key: str) -> torch.Tensor | None:
         """A parameter's optimizer state, such as `exp_avg`, fp32; None if there is none of that name.
 
-        Collective.
+        Collective. What a whole group has once, such as `step`, comes as a tensor without dimensions.
         """
         slot = self._slots[id(param)]
         shard_state = self._state(slot).get(key)
-        return self._gather(param, shard_state) if isinstance(shard_state, torch.Tensor) else None
+        if self._is_elementwise(shard_state, slot):
+            return self._gather(param, shard_state)
+        return None if shard_state is None else torch.tensor(float(shard_state), device=param.device)
 
     def set_full_fp32_param(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite the master, and the low-precision weight with it."""
         slot = self._slots[id(param)]
         self._scatter(param, value, self._parts.master.masters[slot.group])
-        param.data.copy_(value.view_as(param))
+        param.data.copy_(value.float().view_as(param))
 
     def set_full_grad(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Overwrite the reduced gradient; `value` is unscaled."""
+        """Overwrite the reduced gradient; `value` is unscaled.
+
+        Raises:
+            RuntimeError: no gradient has been reduced since the last step.
+        """
+        if not self._parts.reducer.rounds:
+            raise RuntimeError(
+                "safe_set_full_grad: expected reduced gradients, got none since the last step. Call it after "
+                "engine.backward(loss) of the last micro-batch and before engine.step()."
+            )
+        self._collect_late_grads(param)
         slot = self._slots[id(param)]
         flat = value.detach().reshape(-1)
         for run in self._runs(slot):
@@ -111,15 +124,20 @@ class ParamAccess:
         """Overwrite a parameter's optimizer state.
 
         Raises:
-            KeyError: the optimizer keeps no state of that name.
+            KeyError: the optimizer keeps no state of that name with one value an element.
         """
         slot = self._slots[id(param)]
         state = self._state(slot)
-        if key not in state:
-            raise KeyError(
-                f"optim_state_key: expected one of {sorted(state)}, got {key!r}. Take a step first?"
-            )
+        names = sorted(name for name, held in state.items() if self._is_elementwise(held, slot))
+        if key not in names:
+            raise KeyError(f"optim_state_key: expected one of {names}, got {key!r}. Take a step first?")
         self._scatter(param, value, state[key])
+
+    def _collect_late_grads(self, param: torch.nn.Parameter) -> None:
+        """Bring gradients that arrived after their bucket was launched to their owners, on any rank."""
+        reducer = self._parts.reducer
+        while collectives.all_reduce_sum([reducer.pending_count()], self._comm, param.device)[0]:
+            reducer.flush()
 
     def refresh_masters(self) -> None:
         """Set every master from the parameters' present values."""
@@ -135,6 +153,9 @@ class ParamAccess:
     def _state(self, slot: ParamSlot) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
         return state
+
+    def _is_elementwise(self, held: Any, slot: ParamSlot) -> TypeGuard[torch.Tensor]:
+        return isinstance(held, torch.Tensor) and held.shape == self._parts.master.masters[slot.group].shape
 
     def _runs(self, slot: ParamSlot) -> Iterator[_Run]:
         layout = self._parts.groups[slot.group]
