@@ -1,4 +1,4 @@
-"""`safe_get_full_*` and `safe_set_full_*`: whole values on every rank, at every moment, obeyed by the step."""
+"""`safe_get_full_*` and `safe_set_full_*`: whole values on every rank, always, obeyed by the step."""
 
 import pytest
 import torch

@@ -1,7 +1,10 @@
-"""Whatever the graph does with a parameter, and whatever other ranks do: every contribution is reduced exactly once.
+"""Whatever the graph does with a parameter, and other ranks do: every contribution is reduced exactly once.
 
 The reference is plain torch in one process: the mean over ranks of each rank's own gradients.
 """
+
+import functools
+import itertools
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.distributed.training import Setup, rank_and_world, start, state_of
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 PLACES = [(0, False), (1, False), (2, False), (1, True), (2, True)]
+SETUPS = [Setup(*place, bucket_numel=numel, optimizer=SGD) for place in PLACES for numel in (1, 50, 1 << 20)]
 STEPS = 3
 # fp32 throughout; ranks sum in another order than the reference, and weights feed back for three steps.
 ROUNDING = 1e-5
@@ -100,46 +104,50 @@ def _tokens(step, part, rank):
 
 
 def _reference(world, body, accumulation):
-    """Weights after training in one process, each simulated rank's graph in turn."""
+    """Weights after training in one process, each rank's graph in turn; and the last norm."""
     model = Blocks()
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.5)
     for step in range(STEPS):
+        optimizer.zero_grad()
         for part in range(accumulation):
             for rank in range(world):
                 tokens = _tokens(step, part, rank)
                 hidden = BODIES[body](model, model.frozen(model.table(tokens)), rank)
                 (model.head(hidden).square().mean() / (world * accumulation)).backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in trainable if param.grad is not None])
         optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return {name: param.detach() for name, param in model.named_parameters()}, norm.item()
 
 
-def _train(body, accumulation, setups, all_reduce_between):
-    rank, _ = rank_and_world()
+def _train(bodies, accumulation, caller, collective_between):
+    """For each body, and each setup, the state after training and the last step's norm."""
+    rank, world = rank_and_world()
     results = []
-    for setup in setups:
+    for body, setup in itertools.product(bodies, SETUPS):
         engine = start(Blocks(), setup.but(accumulation=accumulation))
         for step in range(STEPS):
             for part in range(accumulation):
                 loss = engine(_tokens(step, part, rank), BODIES[body])
-                if all_reduce_between == "plain":
-                    loss.backward()
-                else:
-                    engine.backward(loss)
-                if all_reduce_between and dist.get_world_size() > 1:
+                loss.backward() if caller == "plain" else engine.backward(loss)
+                if collective_between and world > 1:
                     dist.all_reduce(loss.detach())  # what a training loop logs
                 engine.step()
-        results.append(state_of(engine))
+        results.append((body, setup, state_of(engine), engine.get_global_grad_norm()))
         engine.destroy()
     return results
 
 
-def _check(world, body, accumulation, setups, all_reduce_between=""):
-    expected = _reference(world, body, accumulation)
-    for results in run_distributed(
-        world, _train, body, accumulation, setups, all_reduce_between, timeout_s=LIMIT_S
-    ):
-        for setup, state in zip(setups, results, strict=True):
+@functools.cache
+def _trained(world, bodies, accumulation, caller="engine", collective_between=False):
+    """All cases of a world in one process group: what each rank saw."""
+    return run_distributed(world, _train, bodies, accumulation, caller, collective_between, timeout_s=LIMIT_S)
+
+
+def _check(body, ranks, accumulation):
+    expected, expected_norm = _reference(len(ranks), body, accumulation)
+    for results in ranks:
+        for _, setup, state, norm in (result for result in results if result[0] == body):
             for name, tensor in expected.items():
                 torch.testing.assert_close(
                     state[f"{name}.param"],
@@ -148,25 +156,21 @@ def _check(world, body, accumulation, setups, all_reduce_between=""):
                     atol=ROUNDING,
                     msg=lambda text, name=name, setup=setup: f"{name} in {setup}: {text}",
                 )
-
-
-SETUPS = [
-    Setup(*place, bucket_numel=bucket, optimizer=SGD) for place in PLACES for bucket in (1, 50, 1 << 20)
-]
+            assert norm == pytest.approx(expected_norm, rel=ROUNDING), setup
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("body", BODIES)
 def test_every_contribution_is_reduced_once_at_every_stage_and_bucket_size(body, world):
-    _check(world, body, 1, SETUPS)
+    _check(body, _trained(world, tuple(BODIES), 1), 1)
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_every_contribution_is_reduced_once_under_accumulation(body):
-    _check(2, body, 3, SETUPS)
+    _check(body, _trained(2, tuple(BODIES), 3), 3)
 
 
 @pytest.mark.parametrize("caller", ["engine", "plain"])
 @pytest.mark.parametrize("body", ["each rank another branch", "checkpoint on rank 0 only"])
 def test_the_callers_own_collective_after_backward_meets_no_gradient_of_another_rank(body, caller):
-    _check(2, body, 2, SETUPS, caller)
+    _check(body, _trained(2, (body,), 2, caller, True), 2)

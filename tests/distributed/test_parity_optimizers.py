@@ -1,4 +1,4 @@
-"""Any elementwise torch optimizer, given by the client or named in the configuration, with and without offload."""
+"""Any elementwise torch optimizer, of the client or the configuration, with and without offload."""
 
 import itertools
 
@@ -10,7 +10,6 @@ from tests.distributed.training import (
     STEPS,
     ExactModel,
     Setup,
-    assert_same_bits,
     exact_grad,
     start,
     state_of,
@@ -230,7 +229,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_before_any_collective
 
 
 def _live_settings(place, client):
-    """A rate that changes through the user's own group dict, the optimizer's, and a schedule over the user's optimizer."""
+    """A rate that changes through the user's group dict, the optimizer's, and a schedule over the user's."""
     model = ExactModel()
     names = list(dict(model.named_parameters()))
     groups = [

@@ -34,7 +34,7 @@ def _real_row(step, numel):
 
 
 def _reference(cls, settings, grad_of_step):
-    """torch's optimizer on one tensor a parameter, with the largest magnitude that each value passed through."""
+    """torch's optimizer on one tensor a parameter, with the largest magnitude that each value had."""
     model = ExactModel()
     optimizer = cls(model.parameters(), foreach=False, **settings)
     largest = {}

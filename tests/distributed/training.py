@@ -1,4 +1,4 @@
-"""Tiny trainings for the parity tests: models whose gradients are exact, and the engine's state in comparable form.
+"""Tiny trainings for the parity tests: models whose gradients are exact, the engine's state to compare.
 
 `ExactModel` is linear in its parameters and its data are small integers, so every product, sum over samples,
 ranks and micro-batches and every division is exact in fp32, bf16 and fp16, in any order. What remains is the
@@ -89,7 +89,7 @@ class ExactModel(torch.nn.Module):
 
 
 def exact_rows(step: int, numel: int) -> torch.Tensor:
-    """The step's samples, `[SAMPLES, numel]`: integers in [-3, 3] with no sum of zero gradients everywhere."""
+    """The step's samples, `[SAMPLES, numel]`: integers from -3 to 3."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(-3, 4, (SAMPLES, numel), generator=generator).float()
 

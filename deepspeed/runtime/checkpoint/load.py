@@ -233,6 +233,15 @@ def _needed_ranks(saved: ShardedState, optimizer: DeepSpeedZeroOptimizer) -> set
 
 
 def read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
+    """What a rank's optimizer file holds, mapped, not read.
+
+    Args:
+        paths: files by rank.
+        rank: which one.
+
+    Raises:
+        CheckpointError: no such file, or another kind of file.
+    """
     if rank not in paths:
         raise CheckpointError(
             f"{next(iter(paths.values())).parent}: expected an optimizer file of rank {rank}, got none."
@@ -246,6 +255,7 @@ def read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
 
 
 def world_of(shard: Mapping[str, Any]) -> int:
+    """How many ranks saved a checkpoint, by one of its optimizer files. Stock writes a count or one a group."""
     count = shard["partition_count"]
     return int(max(count, default=1)) if isinstance(count, (list, tuple)) else int(count)
 

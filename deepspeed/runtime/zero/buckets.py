@@ -166,7 +166,7 @@ class GradReducer:
 
     A bucket is launched as soon as it and all before it are complete, so reductions overlap with the rest of
     the backward pass; `flush` launches the others at the end of it. Which gradients arrive, and in which
-    order, differs from rank to rank (branches, unused or re-used modules, re-entrant checkpointing); the
+    order, differs from rank to rank (branches, unused or reused modules, re-entrant checkpointing); the
     sequence of collectives does not. A gradient that arrives after its bucket was launched stays in
     `param.grad` and goes into the next round.
 

@@ -63,7 +63,7 @@ def adopt_state(
 
 
 def _elementwise_names(kept: Mapping[int, State], params: Mapping[int, torch.nn.Parameter]) -> list[str]:
-    """Names of state with one value an element; a step count is none, even where the parameter is a scalar."""
+    """Names of state with one value an element; a step count is none, not even a scalar parameter's."""
     largest = max(kept, key=lambda index: params[index].numel())
     return [
         name
