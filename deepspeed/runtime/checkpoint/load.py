@@ -255,7 +255,7 @@ def read_shard(paths: Mapping[int, Path], rank: int) -> Mapping[str, Any]:
 
 
 def world_of(shard: Mapping[str, Any]) -> int:
-    """How many ranks saved a checkpoint, by one of its optimizer files. Stock writes a count or one a group."""
+    """How many ranks saved a checkpoint, by one of its files. Stock writes a count, or one a group."""
     count = shard["partition_count"]
     return int(max(count, default=1)) if isinstance(count, (list, tuple)) else int(count)
 
