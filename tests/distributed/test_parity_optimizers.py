@@ -1,5 +1,6 @@
 """Any elementwise torch optimizer, of the client or the configuration, with and without offload."""
 
+import functools
 import itertools
 
 import pytest
@@ -64,6 +65,16 @@ def _reference(name):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+def _train_clients():
+    return {name: _train_client(name) for name in CLIENTS}
+
+
+@functools.cache
+def _trained_clients(world):
+    """All clients in one process group: what each rank saw."""
+    return run_distributed(world, _train_clients)
+
+
 def _train_client(name):
     cls, settings = CLIENTS[name]
     results = []
@@ -83,8 +94,8 @@ def _train_client(name):
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_clients_elementwise_optimizer_trains_as_it_does_alone(name, world):
     expected = _reference(name)
-    for results in run_distributed(world, _train_client, name):
-        for place, state in zip(PLACES, results, strict=True):
+    for results in _trained_clients(world):
+        for place, state in zip(PLACES, results[name], strict=True):
             for param, tensor in expected.items():
                 # The same operations on a flat shard; torch may vectorise them otherwise there.
                 torch.testing.assert_close(
@@ -321,10 +332,22 @@ def _train_scalars(name):
     return results
 
 
-@pytest.mark.parametrize("name", ["configuration's AdamW", *CLIENTS])
+EMPTY_SHARD_CASES = ("configuration's AdamW", *CLIENTS)
+
+
+def _train_scalars_in_turn():
+    return {name: _train_scalars(name) for name in EMPTY_SHARD_CASES}
+
+
+@functools.cache
+def _trained_scalars(world):
+    return run_distributed(world, _train_scalars_in_turn)
+
+
+@pytest.mark.parametrize("name", EMPTY_SHARD_CASES)
 def test_ranks_with_empty_shards_train_along(name):
-    alone = run_distributed(1, _train_scalars, name)[0]
-    for results in run_distributed(3, _train_scalars, name):
-        for state, expected in zip(results, alone, strict=True):
+    (alone,) = _trained_scalars(1)
+    for results in _trained_scalars(3):
+        for state, expected in zip(results[name], alone[name], strict=True):
             # FusedAdam and torch's foreach code round single elements and vectors differently.
             torch.testing.assert_close(state, expected, rtol=3 * 4 * 2.0**-23, atol=0)
