@@ -28,20 +28,22 @@ def growth(what):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def slope(values):
-    """Bytes a round, least squares."""
-    middle = (len(values) - 1) / 2
-    mean = sum(values) / len(values)
-    above = sum((index - middle) * (value - mean) for index, value in enumerate(values))
-    return above / sum((index - middle) ** 2 for index in range(len(values)))
+def rise(values):
+    """Lowest value of the second half over the lowest of the first, after five rounds that fill the heap.
+
+    What leaks never comes back, and lifts the lowest value too; what the C heap keeps comes and goes.
+    """
+    settled = values[5:]
+    half = len(settled) // 2
+    return min(settled[half:]) - min(settled[:half])
 
 
 @pytest.mark.parametrize("what", ["steps", "evaluations"])
 def test_steps_skipped_steps_evaluations_and_state_dicts_add_nothing(what):
-    # The first rounds fill the C heap. An engine is 56 MiB, a gradient 2 MiB: a leak of either shows.
-    values = growth(what)[5:]
-    assert max(values) - min(values) < 8 * MIB
-    assert abs(slope(values)) < MIB / 4
+    values = growth(what)
+    # A leaked gradient of 2 MiB a round would be 15 MiB or more; the heap keeps up to 6 MiB of them.
+    assert rise(values) < 6 * MIB
+    assert max(values[5:]) - min(values[5:]) < 14 * MIB
 
 
 @pytest.mark.parametrize("how", ["destroyed", "dropped"])
@@ -49,4 +51,4 @@ def test_twenty_engines_over_one_model_leave_nothing_behind(how):
     values = growth(how)
     # 56 MiB of an engine are gone but for what the C heap keeps of gradients.
     assert max(values) < 24 * MIB
-    assert abs(slope(values[5:])) < MIB / 4
+    assert rise(values) < 6 * MIB
