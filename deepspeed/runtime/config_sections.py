@@ -130,12 +130,14 @@ class CheckpointConfig(Section):
 
     tag_validation: what happens when ranks save under different tags.
     use_node_local_storage: each node has its own file system.
+    async_save: training goes on while the host optimizer's state is written; not in DeepSpeed.
     load_universal, writer: refused when on.
     parallel_write, checkpoint_serialization: how DeepSpeed writes; accepted.
     """
 
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(_upper_case)] = "WARN"
     use_node_local_storage: bool = False
+    async_save: bool = False
     load_universal: bool = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     checkpoint_serialization: bool = True

@@ -321,6 +321,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
 
     def destroy(self) -> None:
         """Return every byte; the module stays usable as an ordinary one."""
+        self.wait_for_checkpoint()
         if self.optimizer is not None:
             self.optimizer.destroy()
             self.optimizer = None

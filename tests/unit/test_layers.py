@@ -32,6 +32,7 @@ LAYERS = {
     "deepspeed.runtime.zero.layout": 4,
     "deepspeed.runtime.zero.collectives": 4,
     "deepspeed.runtime.zero.host_buffer": 4,
+    "deepspeed.runtime.zero.change_gate": 4,
     "deepspeed.runtime.zero.publisher": 5,
     "deepspeed.runtime.zero.staging": 6,
     "deepspeed.runtime.zero.buckets": 7,

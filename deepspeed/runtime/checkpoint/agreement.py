@@ -23,6 +23,7 @@ from deepspeed.runtime.checkpoint.names import CheckpointError
 TIMEOUT_VARIABLE = "DS_CHECKPOINT_TIMEOUT_S"
 _LONGEST_DEFAULT_S = 600.0
 _BEAT_EVERY_S = 1.0
+_FAREWELL_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
@@ -131,6 +132,23 @@ class Agreement:
             result, error = attempt(work)
         self.agree(call, error)
         return result
+
+    def part(self) -> None:
+        """End a call: rank 0, whose process may hold the store, does not leave before all have read its "
+        "last word."""
+        if self._store is None:
+            return
+        gone = [f"gone/{self._stage}/{rank}" for rank in range(1, self._world)]
+        if self._rank:
+            self._store.set(gone[self._rank - 1], "1")
+            return
+        deadline = time.monotonic() + _FAREWELL_S
+        while gone and time.monotonic() < deadline:
+            read = [key for key in gone if self._store.check([key])]
+            for key in read:
+                self._store.delete_key(key)
+            gone = [key for key in gone if key not in read]
+            time.sleep(_FIRST_PAUSE_S if gone else 0)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.checkpoint.agreement import Agreement
+from deepspeed.runtime.checkpoint.background import PendingSave
 from deepspeed.runtime.checkpoint.load import Loaded, Loader, LoadRequest, load_into
 from deepspeed.runtime.checkpoint.model_states import (
     Counters,
@@ -27,6 +28,7 @@ from deepspeed.runtime.checkpoint.save import Saver, SaveRequest
 from deepspeed.runtime.checkpoint.stage_0 import stage_0_state
 from deepspeed.runtime.checkpoint.weights import write_weights
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -41,6 +43,7 @@ class CheckpointMixin:
     _comm: Comm
     _progress: Any
     _agreement: Agreement
+    _pending_save: PendingSave | None = None
 
     def save_checkpoint(
         self,
@@ -80,14 +83,33 @@ class CheckpointMixin:
             bf16=self._config.bf16.enabled,
             node_local=self._config.checkpoint.use_node_local_storage,
         )
+        self.wait_for_checkpoint()
         saver = Saver(self._comm, self._agreement)
-        saver.save(
+        contents = partial(
+            self._checkpoint_contents,
             request,
-            lambda: self._checkpoint_contents(
-                request, saver.is_committer(request), client_state, exclude_frozen_parameters
-            ),
+            saver.is_committer(request),
+            client_state,
+            exclude_frozen_parameters,
         )
+        gate = self._checkpoint_gate(request)
+        if gate is None:
+            saver.save(request, contents)
+        else:
+            self._pending_save = saver.save_later(request, contents, gate)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save under `checkpoint.async_save` is complete; nothing to do without one.
+
+        The next save, load and `destroy` do so by themselves.
+
+        Raises:
+            CheckpointError: that save failed; the same on every rank.
+        """
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            pending.wait()
 
     def load_checkpoint(
         self,
@@ -105,11 +127,13 @@ class CheckpointMixin:
         set from the loaded weights.
 
         Args:
-            load_dir: the checkpoint folder. tag: name of the subfolder; by default what the file `latest`
-            names. load_module_strict: model and file must have the same names. load_optimizer_states: load
-            masters, optimizer state and loss scale. load_lr_scheduler_states: load the schedule.
-            load_module_only: load weights and nothing else. custom_load_fn: called as
-            `custom_load_fn(src=weights, dst=module)` instead of the module's own way.
+            load_dir: the checkpoint folder.
+            tag: name of the subfolder; by default what the file `latest` names.
+            load_module_strict: model and file must have the same names.
+            load_optimizer_states: load masters, optimizer state and loss scale.
+            load_lr_scheduler_states: load the schedule.
+            load_module_only: load weights and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=weights, dst=module)` instead of the module's way.
 
         Returns:
             The path of the model file and the client's state, or (None, None) if no tag is given and there
@@ -127,6 +151,7 @@ class CheckpointMixin:
             strict=load_module_strict,
             node_local=self._config.checkpoint.use_node_local_storage,
         )
+        self.wait_for_checkpoint()
         loader = Loader(self._comm, self._agreement)
         loaded = loader.check(
             request,
@@ -162,6 +187,7 @@ class CheckpointMixin:
 
         Source: signature and file of DeepSpeed 0.19.8.
         """
+        self.wait_for_checkpoint()
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         write_weights(Path(save_dir) / save_filename, weights, self._comm.rank == 0, self._agreement)
         return True
@@ -208,6 +234,14 @@ class CheckpointMixin:
             custom_load_fn(src=weights, dst=self.module)
         else:
             self.module.load_state_dict(OrderedDict(weights), strict=strict)
+
+    def _checkpoint_gate(self, request: SaveRequest) -> ChangeGate | None:
+        """What lets training go on behind a save; None if it has to wait for the save."""
+        if not self._config.checkpoint.async_save or self.optimizer is None or not request.sharded:
+            return None
+        master = self.optimizer.parts.master
+        gate = ChangeGate(len(self.optimizer.parts.groups))
+        return gate if master.guard(gate) else None
 
     def _checkpoint_contents(
         self, request: SaveRequest, commits: bool, client_state: Mapping[str, Any], exclude_frozen: bool

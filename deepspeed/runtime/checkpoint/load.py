@@ -114,6 +114,7 @@ class Loader:
     def copy(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Run the steps of a load; an error on one rank is one on all."""
         self._agreement.together(_CALL, lambda: [step() for step in steps])
+        self._agreement.part()
 
     def _agree_on_tag(self, request: LoadRequest) -> str | None:
         tag, error = attempt(lambda: request.tag or read_latest(request.folder))

@@ -8,6 +8,7 @@ absent leaves its own scaler as configured, and ours is kept under a key of our 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,6 +64,20 @@ def inner_state(optimizer: DeepSpeedZeroOptimizer) -> dict[str, Any]:
             state[index] = entries
         groups.append({key: value for key, value in group.items() if key != "params"} | {"params": [index]})
     return with_stock_keys(inner, {"state": state, "param_groups": groups})
+
+
+def optim_lanes(content: Mapping[str, Any]) -> list[list[TensorSource]]:
+    """For each group what a step changes together: its master and the state that is as long.
+
+    Args:
+        content: what `optim_states` returned.
+    """
+    state = content["optimizer_state_dict"]
+    entries = state["base_optimizer_state"]["state"]
+    return [
+        [master, *(value for value in entries.get(group, {}).values() if isinstance(value, TensorSource))]
+        for group, master in enumerate(state["single_partition_of_fp32_groups"])
+    ]
 
 
 def is_flat_state(value: Any, master: torch.Tensor) -> bool:

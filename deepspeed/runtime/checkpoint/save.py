@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.checkpoint import atomic
 from deepspeed.runtime.checkpoint.agreement import AbsentRankError, Agreement, attempt
+from deepspeed.runtime.checkpoint.background import PendingSave
 from deepspeed.runtime.checkpoint.names import (
     LATEST,
     MODEL_STATES,
@@ -20,13 +22,18 @@ from deepspeed.runtime.checkpoint.names import (
     optim_states_name,
     optim_states_rank,
 )
+from deepspeed.runtime.checkpoint.optim_states import optim_lanes
 from deepspeed.runtime.checkpoint.progress import byte_bar
-from deepspeed.runtime.checkpoint.torch_file import TorchFile, plan_torch_file, write_planned
+from deepspeed.runtime.checkpoint.torch_file import TensorSource, TorchFile, plan_torch_file, write_planned
+from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 
 logger = logging.getLogger("DeepSpeed")
 
 _CALL = "save_checkpoint"
+# Elements of each tensor of a group that are written before the next tensor's: a step waits for as many at
+# most.
+LANE_TILE_NUMEL = 1 << 22
 _SCRIPT_TEXT = '''#!/usr/bin/env python
 """Writes the fp32 weights of this checkpoint: python zero_to_fp32.py . output_folder [--help]"""
 
@@ -57,10 +64,6 @@ class SaveRequest:
     node_local: bool
 
 
-# Makes the content of a rank's files: file name -> nested containers.
-Contents = Callable[[], dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class _Planned:
     """A file on its way."""
@@ -68,6 +71,20 @@ class _Planned:
     name: str
     path: Path  # its temporary name
     plan: TorchFile
+
+
+@dataclass
+class _Started:
+    """A save that all ranks have come to."""
+
+    save_id: str
+    contents: dict[str, Any] = field(default_factory=dict)
+    planned: list[_Planned] = field(default_factory=list)
+    error: Exception | None = None  # what has gone wrong here so far
+
+
+# Makes the content of a rank's files: file name -> nested containers.
+Contents = Callable[[], dict[str, Any]]
 
 
 class Saver:
@@ -98,19 +115,37 @@ class Saver:
         Raises:
             CheckpointError: the same on every rank; nothing has changed.
         """
-        save_id = self._begin(request)
-        folder = request.folder / request.tag
-        with self._agreement.at_work():
-            names, error = attempt(lambda: self._write(folder, save_id, contents()))
+        started = self._start(request, contents)
+        self._complete(request, started, partial(self._write_all, started))
+
+    def save_later(self, request: SaveRequest, contents: Contents, gate: ChangeGate) -> PendingSave:
+        """The same, but the optimizer's file is written by a thread, behind which training goes on.
+
+        Args:
+            request: what and where; the same on every rank.
+            contents: makes the content of this rank's files.
+            gate: holds back changes of what has not been written.
+
+        Returns:
+            The save under way; it raises what `save` would raise when it is waited for.
+
+        Raises:
+            CheckpointError: the ranks are not all here for the same checkpoint.
+        """
         try:
-            self._agreement.agree(_CALL, error)
-            self._let_count(request, save_id)
-        except AbsentRankError:
-            raise  # the absent rank may have let the files count: they stay
-        except CheckpointError:
-            self._discard(folder, save_id, names or ())
+            started = self._start(request, contents)
+            started.error = started.error or attempt(partial(self._write_model, started))[1]
+        except BaseException:
+            gate.open()
             raise
-        self._settle(request, save_id, names)
+
+        def finish() -> None:
+            try:
+                self._complete(request, started, partial(self._write_in_lanes, started, gate))
+            finally:
+                gate.open()
+
+        return PendingSave(finish)
 
     def is_committer(self, request: SaveRequest) -> bool:
         """Whether this rank writes what all ranks of its file system share."""
@@ -148,23 +183,66 @@ class Saver:
             )
             path.unlink()
 
-    def _write(self, folder: Path, save_id: str, contents: dict[str, Any]) -> list[str]:
-        """Write this rank's files under temporary names; returns their names."""
-        folder.mkdir(parents=True, exist_ok=True)
-        planned = [
-            _Planned(name, folder / atomic.temporary_name(name, save_id), plan_torch_file(content))
-            for name, content in contents.items()
-        ]
-        total = sum(item.plan.tensor_nbytes for item in planned)
+    def _start(self, request: SaveRequest, contents: Contents) -> _Started:
+        """Meet the other ranks, and fix what this one will write."""
+        started = _Started(self._begin(request))
+        folder = request.folder / request.tag
+
+        def plan() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            started.contents = contents()
+            started.planned = [
+                _Planned(
+                    name, folder / atomic.temporary_name(name, started.save_id), plan_torch_file(content)
+                )
+                for name, content in started.contents.items()
+            ]
+
+        started.error = attempt(plan)[1]
+        return started
+
+    def _complete(self, request: SaveRequest, started: _Started, write: Callable[[], None]) -> None:
+        """Write, agree that all have written, switch."""
+        folder, save_id = request.folder / request.tag, started.save_id
+        names = [item.name for item in started.planned]
+        with self._agreement.at_work():
+            error = started.error or attempt(write)[1]
         try:
-            with byte_bar(f"save {folder.name}", total, self._comm.rank == 0) as bar:
-                for item in planned:
+            self._agreement.agree(_CALL, error)
+            self._let_count(request, save_id)
+        except AbsentRankError:
+            raise  # the absent rank may have let the files count: they stay
+        except CheckpointError:
+            self._discard(folder, save_id, names)
+            raise
+        self._settle(request, save_id, names)
+        self._agreement.part()
+
+    def _write_all(self, started: _Started) -> None:
+        """Write this rank's files, one after the other."""
+        total = sum(item.plan.tensor_nbytes for item in started.planned)
+        try:
+            with byte_bar("save", total, self._comm.rank == 0) as bar:
+                for item in started.planned:
                     write_planned(item.path, item.plan, bar.update)
         except BaseException:
-            self._discard(folder, save_id, [item.name for item in planned])
+            for item in started.planned:
+                item.path.unlink(missing_ok=True)
             raise
-        atomic.sync_folder(folder)
-        return [item.name for item in planned]
+
+    def _write_model(self, started: _Started) -> None:
+        """Write the model file, if it is this rank's to write: weights and buffers change as training goes "
+        "on."""
+        for item in started.planned:
+            if item.name == MODEL_STATES:
+                write_planned(item.path, item.plan)
+
+    def _write_in_lanes(self, started: _Started, gate: ChangeGate) -> None:
+        """Write the optimizer's file in the order in which a step changes what is in it."""
+        for item in started.planned:
+            if item.name != MODEL_STATES:
+                lanes = optim_lanes(started.contents[item.name])
+                write_planned(item.path, item.plan, order=partial(_in_lanes, lanes, gate))
 
     def _discard(self, folder: Path, save_id: str, names: Sequence[str]) -> None:
         """Remove files that will not count."""
@@ -203,3 +281,28 @@ class Saver:
         """The files of the checkpoint, over all ranks."""
         ranks = range(self._comm.world) if request.sharded else ()
         return [MODEL_STATES, *(optim_states_name(rank, request.bf16) for rank in ranks)]
+
+
+def _in_lanes(
+    lanes: Sequence[Sequence[TensorSource]], gate: ChangeGate, plan: TorchFile, fd: int
+) -> Iterator[int]:
+    """Write what a step changes together, a tile of all of a group's tensors after the other.
+
+    Args:
+        lanes: for each parameter group the tensors with one element for each of its shard's.
+        gate: is told how far the writing has come.
+        plan: the file.
+        fd: open for writing.
+    """
+    records = {id(record.source): record for record in plan.tensors}
+    for group, sources in enumerate(lanes):
+        numel = max((source.tensor.numel() for source in sources), default=0)
+        for end in range(LANE_TILE_NUMEL, numel + LANE_TILE_NUMEL, LANE_TILE_NUMEL):
+            for source in sources:
+                record = records.get(id(source))
+                if record is not None:
+                    limit = min(end * source.tensor.element_size(), record.nbytes)
+                    yield from plan.write(fd, record, limit)
+            gate.passed(group, min(end, numel))
+    for record in plan.tensors:
+        yield from plan.write(fd, record)

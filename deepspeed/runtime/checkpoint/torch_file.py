@@ -196,14 +196,25 @@ def write_torch_file(path: Path, content: Any, advance: Callable[[int], None] | 
     write_planned(path, plan_torch_file(content), advance)
 
 
-def write_planned(path: Path, plan: TorchFile, advance: Callable[[int], None] | None = None) -> None:
-    """The same for a file that has been planned."""
+def write_planned(
+    path: Path,
+    plan: TorchFile,
+    advance: Callable[[int], None] | None = None,
+    order: Callable[[TorchFile, int], Iterator[int]] | None = None,
+) -> None:
+    """The same for a file that has been planned.
+
+    Args:
+        path: the file.
+        plan: its plan; used up.
+        advance: is told of bytes written.
+        order: writes the tensors' records in an order of its own; by default one after the other.
+    """
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        for record in plan.tensors:
-            for nbytes in plan.write(fd, record):
-                if advance is not None:
-                    advance(nbytes)
+        for nbytes in (order or _one_by_one)(plan, fd):
+            if advance is not None:
+                advance(nbytes)
         plan.finish(fd)
     except BaseException as error:
         path.unlink(missing_ok=True)
@@ -212,6 +223,11 @@ def write_planned(path: Path, plan: TorchFile, advance: Callable[[int], None] | 
         raise
     finally:
         os.close(fd)
+
+
+def _one_by_one(plan: TorchFile, fd: int) -> Iterator[int]:
+    for record in plan.tensors:
+        yield from plan.write(fd, record)
 
 
 def plan_torch_file(content: Any) -> TorchFile:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
 
@@ -109,6 +110,13 @@ class DeviceMaster:
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
         self._arrived.clear()
+
+    def guard(self, gate: ChangeGate) -> bool:
+        """Refuse: what is on the device is saved before training goes on."""
+        return False
+
+    def wait_readers(self) -> None:
+        """Nobody reads beside training."""
 
     def close(self) -> None:
         """Free the memory."""

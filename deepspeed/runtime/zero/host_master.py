@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
@@ -103,6 +104,7 @@ class HostMaster:
             tuple[int, int], _Piece
         ] = {}  # by (group, shard_start); what this step has brought
         self._state_buffers: list[HostBuffer] = []
+        self._gate: ChangeGate | None = None  # of a checkpoint that is being written meanwhile
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
         self._compute = ThreadPoolExecutor(1, "host-adam") if downloader is not None else None
         self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
@@ -189,8 +191,20 @@ class HostMaster:
         self.wait_grads()
         self._pieces.clear()
 
+    def guard(self, gate: ChangeGate) -> bool:
+        """Change nothing that a gate holds back; returns that it will be heeded."""
+        self._gate = gate
+        return True
+
+    def wait_readers(self) -> None:
+        """Wait until masters and state may change as a whole."""
+        if self._gate is not None:
+            self._gate.wait_all()
+            self._gate = None
+
     def close(self) -> None:
         """Return the memory to the system."""
+        self.wait_readers()
         if self._downloader is not None:
             self._downloader.close()
         if self._compute is not None:
@@ -264,6 +278,8 @@ class HostMaster:
     def _prepare_step(self, factor: float, index: int, target: Target) -> Callable[[], object]:
         """One fused pass over a run of the shard."""
         assert isinstance(self._optimizer, DeepSpeedCPUAdam)
+        if self._gate is not None:
+            self._gate.wait(index, target.end)
         group = self._groups[index]
         return self._optimizer.prepare_slice(
             self._optimizer.param_groups[index],
@@ -277,6 +293,7 @@ class HostMaster:
 
     def _step_unfused(self, factor: float) -> None:
         """Any elementwise torch optimizer, in its ordinary way on the flat shards."""
+        self.wait_readers()
         if factor != 1.0:
             self.scale_grads(factor)
         for group in self._groups:

@@ -97,6 +97,7 @@ class ParamAccess:
 
     def set_full_fp32_param(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite the master, and the low-precision weight with it."""
+        self._parts.master.wait_readers()
         slot = self._slots[id(param)]
         self._scatter(param, value, self._parts.master.masters[slot.group])
         param.data.copy_(value.float().view_as(param))
@@ -131,6 +132,7 @@ class ParamAccess:
         names = sorted(name for name, held in state.items() if self._is_elementwise(held, slot))
         if key not in names:
             raise KeyError(f"optim_state_key: expected one of {names}, got {key!r}. Take a step first?")
+        self._parts.master.wait_readers()
         self._scatter(param, value, state[key])
 
     def _collect_late_grads(self, param: torch.nn.Parameter) -> None:
@@ -141,6 +143,7 @@ class ParamAccess:
 
     def refresh_masters(self) -> None:
         """Set every master from the parameters' present values."""
+        self._parts.master.wait_readers()
         for layout, master in zip(self._parts.groups, self._parts.master.masters, strict=True):
             for segment in layout.segments(*layout.shard_bounds(self._parts.shard)):
                 flat = self._parts.params[segment.slot.index].data.view(-1)

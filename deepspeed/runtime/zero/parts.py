@@ -14,6 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.adam.host_threads import host_threads
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.buckets import BucketPool, GradReducer, GradSink
+from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
@@ -94,6 +95,10 @@ class Master(Protocol):
     def publish(self, publisher: Publisher) -> None: ...
 
     def clear_grads(self) -> None: ...
+
+    def guard(self, gate: ChangeGate) -> bool: ...
+
+    def wait_readers(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -378,6 +378,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 f"{[m.numel() for m in masters]} elements, got {[m.numel() for m in saved]}. Load it into "
                 "the same model, groups and number of ranks."
             )
+        self._parts.master.wait_readers()
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self._load_inner_state(state_dict["base_optimizer_state"])
         for master, values in zip(masters, saved, strict=True):
