@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 BYTE_VALUES = 256
 
@@ -76,6 +77,30 @@ class GPT(nn.Module):
         hidden = self.bytes(inputs) + self.positions.weight[: inputs.shape[1]]
         logits = self.head(self.norm(self.blocks(hidden)))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class ComputeInFloat(nn.Module):
+    """Runs a bf16 module in fp32: weights and gradients stay bf16, what lies between is fp32.
+
+    For processors without bf16 instructions, which multiply bf16 matrices ten and more times slower.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """What the module returns."""
+        weights = {name: param.float() for name, param in self.inner.named_parameters()}
+        return functional_call(self.inner, weights, inputs)
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the processor multiplies bf16 matrices itself."""
+    return "bf16" in Path("/proc/cpuinfo").read_text()
 
 
 def standard_library_bytes() -> torch.Tensor:

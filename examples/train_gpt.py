@@ -20,7 +20,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTShape, Windows, standard_library_bytes
+from gpt import GPT, ComputeInFloat, GPTShape, Windows, has_bf16_instructions, standard_library_bytes
 from memory_account import MemoryAccount, draw_phases, memory_table
 from tqdm import tqdm
 
@@ -37,6 +37,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT with ZeRO-2 and CPU offload.")
     parser.add_argument("--steps", type=int, default=FULL_STEPS, help="optimizer steps")
     parser.add_argument("--picture", type=Path, default=Path("memory.png"), help="where the picture goes")
+    fast = "bf16" if has_bf16_instructions() else "fp32"
+    parser.add_argument("--compute", choices=["bf16", "fp32"], default=fast, help="of forward and backward")
     parser.add_argument("--local_rank", type=int, default=0, help="passed by the launcher")
     return parser.parse_args()
 
@@ -108,7 +110,9 @@ def main() -> int:
     deepspeed.init_distributed()
     torch.manual_seed(0)
     shape = GPTShape()
-    model = GPT(shape).bfloat16()
+    model: torch.nn.Module = GPT(shape).bfloat16()
+    if arguments.compute == "fp32":
+        model = ComputeInFloat(model)
     batch = CONFIG["train_micro_batch_size_per_gpu"]
     windows = Windows(standard_library_bytes(), batch, shape.context, seed=1 + dist.get_rank())
     warm_up(model, windows)

@@ -53,7 +53,16 @@ def place_model(module: torch.nn.Module, config: DeepSpeedConfig, device: torch.
 
     One tensor at a time, in place: parameters stay the same objects, so optimizers over them stay valid.
     Buffers keep their dtype, as in stock: tables of positions and running statistics need it.
+
+    Raises:
+        NotImplementedError: a parameter is marked as an expert's, to be reduced over fewer ranks.
     """
+    experts = [name for name, param in module.named_parameters() if not getattr(param, "allreduce", True)]
+    if experts:
+        raise NotImplementedError(
+            f"model: expected parameters that all data-parallel ranks share, got {experts} with allreduce "
+            "False. Expert parallelism is not here; keep every expert on every rank and leave the mark out."
+        )
     if config.fp16.enabled or config.bf16.enabled:
         for param in module.parameters():
             if param.is_floating_point():

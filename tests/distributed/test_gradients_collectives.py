@@ -54,6 +54,49 @@ class _Trace:
         }
 
 
+# What each one does ----------------------------------------------------------------------------------------
+
+
+def _run_each_collective():
+    rank, world = rank_and_world()
+    comm = collectives.Comm.of(torch.distributed.group.WORLD)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for counts in ([3] * world, [0] * (world - 1) + [5], [4] + [0] * (world - 1), list(range(world))):
+            bounds = [sum(counts[:owner]) for owner in range(world + 1)]
+            flat = torch.arange(bounds[-1], dtype=dtype) + rank
+            collectives.launch_reduce_mean(flat, bounds, comm)()
+            low, high = bounds[rank], bounds[rank + 1]
+            assert torch.equal(flat[low:high], torch.arange(low, high, dtype=dtype) + (world - 1) / 2)
+        for numel in (0, 1, 2, 7):
+            flat = torch.arange(numel, dtype=dtype) + rank
+            collectives.launch_all_reduce_mean(flat, comm)()
+            assert torch.equal(flat, torch.arange(numel, dtype=dtype) + (world - 1) / 2)
+            own = torch.full((numel,), float(rank), dtype=dtype)
+            gathered = torch.empty(world * numel, dtype=dtype)
+            collectives.launch_all_gather(gathered, own, comm)()
+            assert gathered.tolist() == [float(owner) for owner in range(world) for _ in range(numel)]
+            for owner in range(world):
+                value = torch.full((numel,), float(rank), dtype=dtype)
+                collectives.broadcast(value, owner, comm)
+                assert value.tolist() == [float(owner)] * numel
+    # Two in flight at once.
+    flats = [torch.full((6,), float(rank + shift)) for shift in (0, 10)]
+    waits = [collectives.launch_all_reduce_mean(flat, comm) for flat in flats]
+    for wait in waits:
+        wait()
+    assert [flat[0].item() for flat in flats] == [(world - 1) / 2, 10 + (world - 1) / 2]
+    tiny = 2.0**-50  # a double's, lost in fp32
+    assert collectives.all_reduce_sum([1 + tiny, rank], comm, torch.device("cpu")) == [
+        world * (1 + tiny),
+        world * (world - 1) / 2,
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_collective_does_what_it_says_for_every_dtype_and_for_empty_parts(world):
+    run_distributed(world, _run_each_collective)
+
+
 # How often -------------------------------------------------------------------------------------------------
 
 

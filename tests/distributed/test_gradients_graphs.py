@@ -174,3 +174,78 @@ def test_every_contribution_is_reduced_once_under_accumulation(body):
 @pytest.mark.parametrize("body", ["each rank another branch", "checkpoint on rank 0 only"])
 def test_the_callers_own_collective_after_backward_meets_no_gradient_of_another_rank(body, caller):
     _check(body, _trained(2, (body,), 2, caller, True), 2)
+
+
+def _unusual_backwards(place):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3, bias=False)
+    inputs = torch.arange(8.0).view(2, 4) + 1
+    expected = layer.weight.detach().clone()
+    plain = torch.nn.Linear(4, 3, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    engine = start(layer, Setup(*place, optimizer={"type": "SGD", "params": {"lr": 1.0}}))
+    # A graph that is used twice, and one that could be differentiated again.
+    loss = engine(inputs).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    engine(inputs).square().sum().backward(create_graph=True)
+    engine.step()
+    loss = plain(inputs).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    plain(inputs).square().sum().backward()
+    torch.testing.assert_close(layer.weight, expected - plain.weight.grad, rtol=1e-6, atol=1e-6)
+    # A penalty on the gradient with respect to the input: a second derivative.
+    inputs.requires_grad_()
+    plain.weight.grad = None
+    plain.weight.data.copy_(layer.weight)
+    before = layer.weight.detach().clone()
+    (slope,) = torch.autograd.grad(engine(inputs).square().sum(), inputs, create_graph=True)
+    engine.backward(slope.square().sum())
+    engine.step()
+    (slope,) = torch.autograd.grad(plain(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+    torch.testing.assert_close(layer.weight, before - plain.weight.grad, rtol=1e-5, atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch warns of the cycle that create_graph makes
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_retained_graphs_second_derivatives_and_graphs_of_gradients_work(place, world):
+    run_distributed(world, _unusual_backwards, place)
+
+
+def _train_sparse(place):
+    """A sparse embedding gradient, alone and beside a dense contribution to the same table."""
+    torch.manual_seed(0)
+
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(7, 3, sparse=True)
+
+        def forward(self, tokens, dense):
+            looked_up = self.table(tokens).sum()
+            return looked_up + self.table.weight.sum() if dense else looked_up
+
+    for dense in (False, True):
+        engine = start(
+            Sparse(), Setup(*place, accumulation=2, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+        )
+        before = engine.module.table.weight.detach().clone()
+        for _ in range(2):
+            engine.backward(engine(torch.tensor([1, 1, 4]), dense))
+            engine.step()
+        counts = torch.tensor([0.0, 2, 0, 0, 1, 0, 0]) + float(dense)
+        # Exact but for the subtraction's rounding.
+        torch.testing.assert_close(
+            before - engine.module.table.weight, counts.view(-1, 1).expand(7, 3), rtol=1e-6, atol=0
+        )
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_sparse_gradients_count_as_dense_ones(place, world):
+    run_distributed(world, _train_sparse, place)

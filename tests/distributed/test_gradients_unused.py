@@ -155,3 +155,16 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros(place):
     assert not torch.equal(first, torch.linspace(1, 2, 5))
     for state in states[1:]:
         assert_same_bits(state, states[0])
+
+
+def _expert_parameters():
+    model = _Parts()
+    model.never.allreduce = False
+    with pytest.raises(NotImplementedError, match=r"model: expected parameters .* got \['never'\]"):
+        start(model, Setup(2, True))
+    model.never.allreduce = True
+    start(model, Setup(2, True)).destroy()
+
+
+def test_parameters_marked_as_experts_are_refused_instead_of_being_averaged_over_all_ranks():
+    run_distributed(2, _expert_parameters)

@@ -86,6 +86,14 @@ def test_fp32_bits_do_not_depend_on_bucket_size_or_overlap(world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
+def test_fp32_bits_do_not_depend_on_the_tiles_of_the_step(world):
+    grid = itertools.product(PLACES, (1, 7, 50))
+    _assert_all_equal_the_plainest(
+        world, [_setup(place, zero={"allgather_bucket_size": numel}) for place, numel in grid]
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_results_do_not_depend_on_stage_offload_world_or_accumulation(dtype, world):
     setups = [_setup(*point, 7, dtype=dtype) for point in itertools.product(PLACES, (1, 4))]
@@ -114,3 +122,27 @@ def test_torchs_fused_kernel_agrees_within_its_own_rounding(world):
     setups = [Setup(stage, accumulation=accumulation) for stage in (0, 1, 2) for accumulation in (1, 4)]
     for setup, (state, _) in zip(setups, _run(world, setups), strict=True):
         assert_close(state, expected, TWO_KERNELS, (world, setup))
+
+
+def _train_mixed(setups):
+    """Half of the parameters in bf16, half in fp32, in one group, as a model that casts itself."""
+    results = []
+    for setup in setups:
+        model = ExactModel()
+        for name in ("weight", "scalar", "wide"):
+            getattr(model, name).data = getattr(model, name).data.bfloat16()
+        engine = start(model, setup)
+        train_exact(engine)
+        assert model.weight.dtype == torch.bfloat16 and model.cube.dtype == torch.float32
+        results.append(state_of(engine))
+        engine.destroy()
+    return results
+
+
+def test_a_group_of_several_dtypes_trains_the_same_everywhere():
+    setups = [_setup(place, accumulation, 7) for place, accumulation in itertools.product(PLACES, (1, 4))]
+    expected = run_distributed(1, _train_mixed, setups[:1])[0][0]
+    for world in (1, 2, 3):
+        for results in run_distributed(world, _train_mixed, setups):
+            for setup, state in zip(setups, results, strict=True):
+                assert_same_bits(state, expected, (world, setup))

@@ -68,7 +68,7 @@ class GradBucket:
 
     def mark_ready(self, slot: ParamSlot, grad: torch.Tensor) -> None:
         """Take a gradient over; a repeated one adds up."""
-        flat_grad = grad.reshape(-1)
+        flat_grad = grad.detach().reshape(-1)  # it may have a graph, after backward(create_graph=True)
         for item in self._items[slot.index]:
             piece = flat_grad[item.param_start : item.param_start + item.numel]
             if slot.index in self._arrived:
