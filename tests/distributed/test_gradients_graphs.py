@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.harness import run_distributed
 from tests.distributed.training import Setup, rank_and_world, start, state_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 PLACES = [(0, False), (1, False), (2, False), (1, True), (2, True)]
 SETUPS = [Setup(*place, bucket_numel=numel, optimizer=SGD) for place in PLACES for numel in (1, 50, 1 << 20)]
