@@ -83,12 +83,10 @@ host_ops::AdamArgs adam_args(const Hyper& h) {
     return args;
 }
 
-void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
-               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
-               double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
-               bool bias_correction, double grad_scale, int num_threads, bool cache_out) {
-    auto args =
-        adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
+// Fills in the arrays of a step; returns their number of elements.
+int64_t set_streams(host_ops::AdamArgs& args, const at::Tensor& master, const at::Tensor& grad,
+                    const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                    const std::optional<at::Tensor>& out) {
     const int64_t numel = master.numel();
     args.master = stream("master", master, numel);
     args.grad = stream("grad", grad, numel);
@@ -97,6 +95,16 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
     if (out.has_value()) {
         args.out = stream("out", *out, numel);
     }
+    return numel;
+}
+
+void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
+               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
+               double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
+               bool bias_correction, double grad_scale, int num_threads, bool cache_out) {
+    auto args =
+        adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
+    const int64_t numel = set_streams(args, master, grad, exp_avg, exp_avg_sq, out);
     args.cache_out = cache_out;
     host_ops::run_adam(kernels(), args, numel, num_threads);
 }
@@ -104,14 +112,7 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
 void roof(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
           const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int num_threads) {
     host_ops::AdamArgs args{};
-    const int64_t numel = master.numel();
-    args.master = stream("master", master, numel);
-    args.grad = stream("grad", grad, numel);
-    args.exp_avg = stream("exp_avg", exp_avg, numel);
-    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
-    if (out.has_value()) {
-        args.out = stream("out", *out, numel);
-    }
+    const int64_t numel = set_streams(args, master, grad, exp_avg, exp_avg_sq, out);
     host_ops::run_roof(kernels(), args, numel, num_threads);
 }
 

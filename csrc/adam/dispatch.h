@@ -11,7 +11,7 @@ namespace host_ops {
 // "avx512", "neon" or "" for none). Returns nullptr if `limit` names no level that runs here.
 const KernelTable* select_kernels(const char* limit);
 
-// threads = 0: as many as OpenMP would take. Elements are divided in one contiguous range a thread.
+// threads = 0: as many as OpenMP would take. Threads take tasks of a fixed extent as they get free.
 void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
 void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
 

@@ -348,9 +348,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         if self.cur_scale != 1.0 and not self._plain_backward.scaled and optimizer.has_local_grads():
             raise RuntimeError(
                 f"step: expected gradients of a loss times the loss scale ({self.cur_scale:g}), got some "
-                "from "
-                "a backward pass that started beside the engine. Call engine.backward(loss), or compute the "
-                "loss from engine(...)."
+                "from a backward pass that started beside the engine. Call engine.backward(loss), or "
+                "compute the loss from engine(...)."
             )
 
     def _log_start(self) -> None:

@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
-import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +18,7 @@ from pathlib import Path
 import torch
 
 import deepspeed
+from tests.memory.ranks import run_ranks
 
 HIDDEN = 2048
 SAMPLE_EVERY_S = 0.002
@@ -108,35 +106,9 @@ def convert(folder, layers, phases):
 
 def run_checkpoint_job(what, folder, layers, world=1):
     """Run one of the above on `world` ranks; returns each rank's phases."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    ranks = []
-    for rank in range(world):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": root,
-        }
-        command = [sys.executable, "-m", "tests.memory.checkpoint_job", what, str(folder), str(layers)]
-        ranks.append(
-            subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    try:
-        outputs = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, (out + err).decode()
-    return [json.loads(out.decode().rpartition("RESULT ")[2]) for out, _ in outputs]
+    arguments = [what, str(folder), str(layers)]
+    lines = run_ranks("tests.memory.checkpoint_job", arguments, world, LIMIT_S)
+    return [json.loads(line.rpartition("RESULT ")[2]) for line in lines]
 
 
 def main():

@@ -8,10 +8,10 @@ import dataclasses
 import gc
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.memory.ranks import run_ranks
 
 MIB = 2**20
 LIMIT_S = 150
@@ -69,35 +69,8 @@ class Result:
 
 def run_job(job, world=1):
     """Run a job on `world` ranks; returns one `Result` a rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    ranks = []
-    for rank in range(world):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": root,
-        }
-        command = [sys.executable, "-m", "tests.memory.job", json.dumps(dataclasses.asdict(job))]
-        ranks.append(
-            subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    try:
-        outputs = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, (out + err).decode()
-    return [_parse(out.decode().splitlines()[-1]) for out, _ in outputs]
+    lines = run_ranks("tests.memory.job", [json.dumps(dataclasses.asdict(job))], world, LIMIT_S)
+    return [_parse(line) for line in lines]
 
 
 def _parse(line):

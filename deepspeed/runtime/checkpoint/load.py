@@ -186,8 +186,7 @@ class Loader:
         if not paths:
             raise CheckpointError(
                 f"{loaded.path.parent}: expected optimizer files, got none. Pass load_optimizer_states=False "
-                "to load the "
-                "weights only."
+                "to load the weights only."
             )
         return _open_shards(loaded, paths, optimizer)
 

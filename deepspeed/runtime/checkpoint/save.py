@@ -161,8 +161,7 @@ class Saver:
             if len(set(values)) > 1:
                 raise CheckpointError(
                     f"{_CALL}: {'tag' if key == 'tag' else 'save_dir'}: expected the same on every rank, got "
-                    f"{values} in "
-                    "rank order. Pass one that all ranks know, such as the step."
+                    f"{values} in rank order. Pass one that all ranks know, such as the step."
                 )
         self._agreement.together(_CALL, lambda: self._prepare(request))
         return messages[0]["save_id"]

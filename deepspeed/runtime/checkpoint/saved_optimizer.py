@@ -149,8 +149,7 @@ class ShardedState:
                     if not layout.shard_numel(rank) <= tensor.numel() <= layout.shard_extent:
                         raise CheckpointError(
                             f"{name}[{group}] of rank {rank}: expected {layout.shard_numel(rank)} elements "
-                            "and at most "
-                            f"{layout.shard_extent} with padding, got {tensor.numel()}. "
+                            f"and at most {layout.shard_extent} with padding, got {tensor.numel()}. "
                             "The file does not belong to the model file beside it."
                         )
 

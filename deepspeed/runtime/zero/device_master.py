@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
-from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
+from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 
 
 class DeviceMaster:
@@ -40,12 +40,8 @@ class DeviceMaster:
         self._grads: list[torch.Tensor] = []  # each [shard_numel] fp32, device
         self._arrived: set[tuple[int, int]] = set()  # (group, shard_start), this step
         for layout, options in zip(groups, optimizer.param_groups, strict=True):
-            low, high = layout.shard_bounds(shard)
-            master = torch.empty(high - low, dtype=torch.float32, device=device)
-            for segment in layout.segments(low, high):
-                flat = params[segment.slot.index].data.view(-1)
-                source = flat[segment.param_start : segment.param_start + segment.numel]
-                master[segment.offset : segment.offset + segment.numel].copy_(source)
+            master = torch.empty(layout.shard_numel(shard), dtype=torch.float32, device=device)
+            copy_to_shard(layout, shard, params, master)
             self._masters.append(torch.nn.Parameter(master))
             self._grads.append(torch.zeros_like(master))
             options["params"] = [self._masters[-1]]

@@ -17,7 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
-from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
+from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 from deepspeed.runtime.zero.staging import Downloader
 
 logger = logging.getLogger("DeepSpeed")
@@ -100,9 +100,8 @@ class HostMaster:
         self._settings = settings
         self._op = op
         self._downloader = downloader
-        self._pieces: dict[
-            tuple[int, int], _Piece
-        ] = {}  # by (group, shard_start); what this step has brought
+        # By (group, shard_start): what this step has brought.
+        self._pieces: dict[tuple[int, int], _Piece] = {}
         self._state_buffers: list[HostBuffer] = []
         self._gate: ChangeGate | None = None  # of a checkpoint that is being written meanwhile
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
@@ -221,14 +220,11 @@ class HostMaster:
         self, index: int, layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter]
     ) -> _HostGroup:
         """Allocate a group's buffers and copy its master from the parameters."""
-        low, high = layout.shard_bounds(shard)
+        numel = layout.shard_numel(shard)
         ledger, grad_dtype = self._settings.ledger, self._settings.grad_dtype
-        master = HostBuffer(f"master[{index}]", high - low, torch.float32, ledger)
-        for segment in layout.segments(low, high):
-            flat = params[segment.slot.index].data.view(-1)
-            source = flat[segment.param_start : segment.param_start + segment.numel]
-            master.tensor[segment.offset : segment.offset + segment.numel].copy_(source)
-        grads = HostBuffer(f"gradient[{index}]", high - low, grad_dtype, ledger, torch.float32).fill_zero()
+        master = HostBuffer(f"master[{index}]", numel, torch.float32, ledger)
+        copy_to_shard(layout, shard, params, master.tensor)
+        grads = HostBuffer(f"gradient[{index}]", numel, grad_dtype, ledger, torch.float32).fill_zero()
         return _HostGroup(layout, master, torch.nn.Parameter(master.tensor), grads)
 
     def _zeros(self, index: int, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -247,10 +243,8 @@ class HostMaster:
         """
         base = items[0].bucket_start + first
         for item in items:
-            low, high = (
-                max(item.bucket_start - base, 0),
-                min(item.bucket_start + item.numel - base, flat.numel()),
-            )
+            low = max(item.bucket_start - base, 0)
+            high = min(item.bucket_start + item.numel - base, flat.numel())
             if low < high:
                 start = item.shard_start + base + low - item.bucket_start
                 self._contribute(item.slot.group, start, flat[low:high])

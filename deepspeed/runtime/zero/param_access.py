@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.layout import ParamSlot
 from deepspeed.runtime.zero.parts import ZeroParts
+from deepspeed.runtime.zero.publisher import copy_to_shard
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -145,10 +146,7 @@ class ParamAccess:
         """Set every master from the parameters' present values."""
         self._parts.master.wait_readers()
         for layout, master in zip(self._parts.groups, self._parts.master.masters, strict=True):
-            for segment in layout.segments(*layout.shard_bounds(self._parts.shard)):
-                flat = self._parts.params[segment.slot.index].data.view(-1)
-                source = flat[segment.param_start : segment.param_start + segment.numel]
-                master[segment.offset : segment.offset + segment.numel].copy_(source)
+            copy_to_shard(layout, self._parts.shard, self._parts.params, master)
 
     def _params(self) -> Iterable[torch.nn.Parameter]:
         return self._parts.params.values()

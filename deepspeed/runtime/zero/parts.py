@@ -69,6 +69,11 @@ class ZeroSettings:
     ignore_unused_parameters: bool = True
     tile_numel: int = TILE_NUMEL
 
+    @property
+    def copies_pageable(self) -> bool:
+        """Whether a processor copies what goes between host and device, since the ring is not page-locked."""
+        return self.offload and self.device.type == "cuda" and not self.pin_memory
+
     def reduces_every_pass(self, world: int) -> bool:
         """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
         return self.stage >= 2 or world == 1 or self.fp32_accumulation
@@ -163,9 +168,10 @@ def build_parts(
     shard = comm.rank if shards > 1 else 0
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
-    copied_by_host = settings.offload and settings.device.type == "cuda" and not settings.pin_memory
-    most_numel = min(settings.tile_numel, CACHED_TILE_NUMEL) if copied_by_host else settings.tile_numel
-    tile_numel = max(1, min(most_numel, settings.allgather_bucket_numel // shards))
+    tile_numel = min(settings.tile_numel, settings.allgather_bucket_numel // shards)
+    if settings.copies_pageable:
+        tile_numel = min(tile_numel, CACHED_TILE_NUMEL)
+    tile_numel = max(1, tile_numel)
     from_device = ParamPublisher(groups, params, comm, tile_numel)
     publisher: Publisher = from_device
     closers: list[Any] = []
@@ -246,9 +252,8 @@ def _host_settings(
     threads = host_threads()
     fewer = max(1, threads - max(1, threads // 8)) if settings.device.type == "cuda" else threads
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    return HostSettings(
-        grad_dtype, fewer, threads if settings.pin_memory else fewer, ledger, not settings.pin_memory
-    )
+    step_threads = fewer if settings.copies_pageable else threads
+    return HostSettings(grad_dtype, fewer, step_threads, ledger, settings.copies_pageable)
 
 
 def _grad_dtype(

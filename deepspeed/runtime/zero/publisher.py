@@ -148,7 +148,9 @@ class ParamPublisher:
             return Chunk(
                 [
                     Target(
-                        start + segment.offset, start + segment.offset + segment.numel, self._view(segment)
+                        start + segment.offset,
+                        start + segment.offset + segment.numel,
+                        segment_view(segment, self._params),
                     )
                     for segment in layout.segments(start, end)
                 ]
@@ -188,12 +190,29 @@ class ParamPublisher:
         for rank, row in enumerate(rows):
             base, shard_end = layout.shard_bounds(rank)
             for segment in layout.segments(base + chunk.start, min(base + chunk.end, shard_end)):
-                self._view(segment).copy_(row[segment.offset : segment.offset + segment.numel])
+                part = row[segment.offset : segment.offset + segment.numel]
+                segment_view(segment, self._params).copy_(part)
 
-    def _view(self, segment: Segment) -> torch.Tensor:
-        """The parameter's elements of a segment, `[segment.numel]`, where they live."""
-        flat = self._params[segment.slot.index].data.view(-1)
-        return flat[segment.param_start : segment.param_start + segment.numel]
+
+def segment_view(segment: Segment, params: Mapping[int, torch.nn.Parameter]) -> torch.Tensor:
+    """A segment's elements, `[segment.numel]`, where the parameter lives."""
+    flat = params[segment.slot.index].data.view(-1)
+    return flat[segment.param_start : segment.param_start + segment.numel]
+
+
+def copy_to_shard(
+    layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter], flat: torch.Tensor
+) -> None:
+    """Copy the parameters' present values into a shard.
+
+    Args:
+        layout: the parameter group.
+        shard: which of its shards.
+        params: parameters by `slot.index`.
+        flat: `[shard_numel]` any floating dtype, overwritten.
+    """
+    for segment in layout.segments(*layout.shard_bounds(shard)):
+        flat[segment.offset : segment.offset + segment.numel].copy_(segment_view(segment, params))
 
 
 def params_dtype(layout: GroupLayout, params: Mapping[int, torch.nn.Parameter]) -> torch.dtype:

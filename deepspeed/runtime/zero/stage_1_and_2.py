@@ -296,18 +296,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if not totals.seen and self._parts.params:
             raise RuntimeError(
                 "step: expected gradients, got none on any rank. Call engine.backward(loss) before "
-                "engine.step(), "
-                "with a loss that depends on parameters that require grad and are in the optimizer's groups."
+                "engine.step(), with a loss that depends on parameters that require grad and are in the "
+                "optimizer's groups."
             )
         if totals.unused and not self._settings.ignore_unused_parameters:
             seen = self._parts.reducer.seen
             names = [self._parts.names[index] for index in self._parts.params if index not in seen]
             raise RuntimeError(
-                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter "
-                "because it is "
-                f"false, got none for {names or 'parameters of other ranks'}. Use them in the loss, "
-                "freeze them, "
-                "or set it to true."
+                "zero_optimization.ignore_unused_parameters: expected a gradient for every parameter because "
+                f"it is false, got none for {names or 'parameters of other ranks'}. Use them in the loss, "
+                "freeze them, or set it to true."
             )
 
     def _clip_factor(self, norm: float) -> float:
