@@ -7,10 +7,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
+#include "adam_queue.h"
 #include "dispatch.h"
 
 namespace {
@@ -98,15 +100,34 @@ int64_t set_streams(host_ops::AdamArgs& args, const at::Tensor& master, const at
     return numel;
 }
 
+struct Step {
+    host_ops::AdamArgs args;
+    int64_t numel;
+};
+
+Step make_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
+               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, const Hyper& hyper) {
+    Step step{adam_args(hyper), 0};
+    step.numel = set_streams(step.args, master, grad, exp_avg, exp_avg_sq, out);
+    return step;
+}
+
 void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
                double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
-               bool bias_correction, double grad_scale, int num_threads, bool cache_out) {
-    auto args =
-        adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
-    const int64_t numel = set_streams(args, master, grad, exp_avg, exp_avg_sq, out);
-    args.cache_out = cache_out;
-    host_ops::run_adam(kernels(), args, numel, num_threads);
+               bool bias_correction, double grad_scale, int num_threads) {
+    const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale};
+    const Step s = make_step(master, grad, exp_avg, exp_avg_sq, out, hyper);
+    host_ops::run_adam(kernels(), s.args, s.numel, num_threads);
+}
+
+int64_t submit(host_ops::AdamQueue& queue, const at::Tensor& master, const at::Tensor& grad,
+               const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out,
+               int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
+               bool adamw_mode, bool bias_correction, double grad_scale) {
+    const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale};
+    const Step s = make_step(master, grad, exp_avg, exp_avg_sq, out, hyper);
+    return queue.submit(s.args, s.numel);
 }
 
 void roof(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
@@ -209,7 +230,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.",
           arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"),
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
-          arg("bias_correction"), arg("grad_scale"), arg("num_threads"), arg("cache_out") = false);
+          arg("bias_correction"), arg("grad_scale"), arg("num_threads"));
+    py::class_<host_ops::AdamQueue>(m, "AdamQueue", "Steps in order on threads of their own.")
+        .def(py::init([](int threads) { return std::make_unique<host_ops::AdamQueue>(kernels(), threads); }),
+             arg("num_threads"))
+        .def("submit", submit, NoGil(), "Queue one step, its output left in the cache; returns its ticket.",
+             arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"),
+             arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
+             arg("bias_correction"), arg("grad_scale"))
+        .def("wait", &host_ops::AdamQueue::wait, NoGil(), "Until a step is done.", arg("ticket"));
     m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"),
           arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
     m.def("accumulate", accumulate, NoGil(), "dst = src or dst += src; returns the sum of squares of dst.",

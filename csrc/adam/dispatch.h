@@ -11,6 +11,9 @@ namespace host_ops {
 // "avx512", "neon" or "" for none). Returns nullptr if `limit` names no level that runs here.
 const KernelTable* select_kernels(const char* limit);
 
+// What a thread takes at a time, and the least that is worth a second thread. A multiple of a cache line.
+constexpr int64_t kTaskNumel = 16384;
+
 // threads = 0: as many as OpenMP would take. Threads take tasks of a fixed extent as they get free.
 void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
 void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);

@@ -31,7 +31,6 @@ struct AdamArgs {
     float neg_step_size;  // -lr / bias_correction1
     float bias_correction2_sqrt;
     float eps;
-    bool cache_out;  // the output is read next by a processor: do not write it past the cache
 };
 
 enum class AccumulateMode { kStore, kAdd, kReadOnly };

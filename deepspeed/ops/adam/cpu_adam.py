@@ -145,10 +145,19 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = int(state["step"]) + 1
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                self._op.adam_step(param, param.grad, *moments, None, *self._hyper(group, state["step"], 1.0))
+                numbers = self._hyper(group, state["step"], 1.0)
+                self._op.adam_step(param, param.grad, *moments, None, *numbers, self.num_threads)
         return loss
 
-    def prepare_slice(
+    def make_queue(self, num_threads: int) -> Any:
+        """Returns threads that compute slices in order beside the caller, or None if the op has none.
+
+        Args:
+            num_threads: how many; they sleep while nothing is queued, and end with the object.
+        """
+        return self._op.AdamQueue(num_threads) if hasattr(self._op, "AdamQueue") else None
+
+    def step_slice(
         self,
         group: dict[str, Any],
         param: torch.Tensor,
@@ -156,9 +165,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         grad: torch.Tensor,
         grad_scale: float,
         out: torch.Tensor | None,
-        cache_out: bool = False,
-    ) -> Callable[[], None]:
-        """Prepares the update of a part of a flat parameter; `state["step"]` is the caller's to count.
+    ) -> None:
+        """Updates a part of a flat parameter; `state["step"]` is the caller's to count.
 
         Args:
             group: settings, read now.
@@ -166,24 +174,44 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             part: which elements.
             grad: [len(part)] gradient.
             grad_scale: multiplies the gradient first.
-            out: [len(part)] receives the updated elements in its own type, or None.
-            cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written
-                past it.
+            out: [len(part)] receives the updated elements in its own type, written past the cache, or None.
+        """
+        self._op.adam_step(*self._slice_args(group, param, part, grad, grad_scale, out), self.num_threads)
+
+    def submit_slice(
+        self,
+        queue: Any,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        part: slice,
+        grad: torch.Tensor,
+        grad_scale: float,
+        out: torch.Tensor | None,
+    ) -> Callable[[], None]:
+        """As `step_slice`, on a queue's threads, with `out` left in the cache.
+
+        Args:
+            queue: from `make_queue`. The others: see `step_slice`.
 
         Returns:
-            The update; it runs without the interpreter's lock.
+            A function that waits for it, and keeps the tensors alive.
         """
+        tensors = self._slice_args(group, param, part, grad, grad_scale, out)
+        return partial(_wait_ticket, queue, queue.submit(*tensors), tensors)
+
+    def _slice_args(
+        self,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        part: slice,
+        grad: torch.Tensor,
+        grad_scale: float,
+        out: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
+        """What the op takes, without the number of threads."""
         state = self.state[param]
         moments = state["exp_avg"][part], state["exp_avg_sq"][part]
-        return partial(
-            self._op.adam_step,
-            param.data[part],
-            grad,
-            *moments,
-            out,
-            *self._hyper(group, state["step"], grad_scale),
-            cache_out=cache_out,
-        )
+        return param.data[part], grad, *moments, out, *self._hyper(group, state["step"], grad_scale)
 
     def _hyper(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
         """The numbers that the op takes, in its order."""
@@ -198,7 +226,6 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             self.adam_w_mode,
             bool(group["bias_correction"]),
             grad_scale,
-            self.num_threads,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,6 +249,10 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             state["step"] = int(saved["step"]) if saved else 0
             for name in _MOMENTS:
                 _load_moment(state, name, saved)
+
+
+def _wait_ticket(queue: Any, ticket: int, tensors: tuple[Any, ...]) -> None:
+    queue.wait(ticket)
 
 
 def _load_moment(state: dict[str, Any], name: str, saved: dict[str, Any] | None) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -101,7 +100,7 @@ class DeviceMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._masters), self._prepare_copy)
+        publish_all(publisher, len(self._masters), self._copy_target)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -121,6 +120,6 @@ class DeviceMaster:
             master.data = torch.empty(0)
         self._grads.clear()
 
-    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
-        """Rounding a run of the master to the weight's dtype."""
-        return partial(target.out.copy_, self._masters[index].data[target.start : target.end])
+    def _copy_target(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        target.out.copy_(self._masters[index].data[target.start : target.end])

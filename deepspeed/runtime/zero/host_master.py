@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
+from deepspeed.runtime.zero.collectives import Wait
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
@@ -33,15 +33,12 @@ class HostSettings:
         grad_threads: threads that store and add gradients, beside the backward pass.
         step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
-        cache_weights: whether fresh weights stay in the cache, for a processor that copies them on; otherwise
-            they are written past it.
     """
 
     grad_dtype: torch.dtype
     grad_threads: int
     step_threads: int
     ledger: Ledger
-    cache_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,14 @@ class HostMaster:
         self._state_buffers: list[HostBuffer] = []
         self._gate: ChangeGate | None = None  # of a checkpoint that is being written meanwhile
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
-        self._compute = ThreadPoolExecutor(1, "host-adam") if downloader is not None else None
+        self._queue: Any = None  # computes tiles while others travel
         self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
         for group, options in zip(self._groups, optimizer.param_groups, strict=True):
             options["params"] = [group.param]
         if isinstance(optimizer, DeepSpeedCPUAdam):
             optimizer.num_threads = settings.step_threads
+            if downloader is not None:
+                self._queue = optimizer.make_queue(settings.step_threads)
             for index, group in enumerate(self._groups):
                 optimizer.init_state(group.param, partial(self._zeros, index))
 
@@ -175,7 +174,7 @@ class HostMaster:
                 self._optimizer.state[group.param]["step"] += 1
             # What torch's schedules look at before they warn that the optimizer was not stepped first.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
-            publish_all(publisher, len(self._groups), partial(self._prepare_step, factor), self._compute)
+            publish_all(publisher, len(self._groups), partial(self._step_target, factor))
         else:
             self._step_unfused(factor)
             self.publish(publisher)
@@ -183,7 +182,7 @@ class HostMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._groups), self._prepare_copy)
+        publish_all(publisher, len(self._groups), self._copy_target)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -206,8 +205,7 @@ class HostMaster:
         self.wait_readers()
         if self._downloader is not None:
             self._downloader.close()
-        if self._compute is not None:
-            self._compute.shutdown()
+        self._queue = None  # ends its threads; what they were given is computed first
         for group in self._groups:
             self._optimizer.state.pop(group.param, None)
             group.param.data = torch.empty(0)
@@ -265,25 +263,28 @@ class HostMaster:
         total = self._op.accumulate(place, piece, add, self._settings.grad_threads)
         self._pieces[index, start] = _Piece(piece.numel(), total)
 
-    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
-        """Rounding a run of the master to the weight's dtype."""
-        return partial(target.out.copy_, self._groups[index].master.tensor[target.start : target.end])
+    def _copy_target(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        target.out.copy_(self._groups[index].master.tensor[target.start : target.end])
 
-    def _prepare_step(self, factor: float, index: int, target: Target) -> Callable[[], object]:
+    def _step_target(self, factor: float, index: int, target: Target) -> Wait | None:
         """One fused pass over a run of the shard."""
         assert isinstance(self._optimizer, DeepSpeedCPUAdam)
         if self._gate is not None:
             self._gate.wait(index, target.end)
         group = self._groups[index]
-        return self._optimizer.prepare_slice(
+        arguments = (
             self._optimizer.param_groups[index],
             group.param,
             slice(target.start, target.end),
             group.grads.tensor[target.start : target.end],
             factor,
             target.out,
-            self._settings.cache_weights,
         )
+        if self._queue is not None:
+            return self._optimizer.submit_slice(self._queue, *arguments)
+        self._optimizer.step_slice(*arguments)
+        return None
 
     def _step_unfused(self, factor: float) -> None:
         """Any elementwise torch optimizer, in its ordinary way on the flat shards."""

@@ -24,10 +24,12 @@ from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets,
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
 
-# Elements of one tile of the step. Three slots of it are 96 MiB of staging memory in 16 bits.
-TILE_NUMEL = 1 << 24
-# The same where a processor copies the tile on: it should still lie in the cache then.
-CACHED_TILE_NUMEL = 1 << 22
+# Elements of one tile of the step. Fresh weights are sent on from the cache: tiles of 8 or 16 Mi elements, or
+# writing past the cache, took a tenth longer on an H200 host (benchmarks/README.md).
+TILE_NUMEL = 1 << 22
+# Elements of one download through page-locked memory; three slots are 96 MiB in 16 bits. Downloads of a
+# quarter of it took a sixth longer there.
+DOWNLOAD_NUMEL = 1 << 24
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
 # count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -169,8 +171,6 @@ def build_parts(
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
     tile_numel = min(settings.tile_numel, settings.allgather_bucket_numel // shards)
-    if settings.copies_pageable:
-        tile_numel = min(tile_numel, CACHED_TILE_NUMEL)
     tile_numel = max(1, tile_numel)
     from_device = ParamPublisher(groups, params, comm, tile_numel)
     publisher: Publisher = from_device
@@ -181,7 +181,8 @@ def build_parts(
         if settings.device.type == "cuda":
             dtypes = [params_dtype(layout, params) for layout in groups]
             widest = max((dtype.itemsize for dtype in dtypes), default=2)
-            ring = StagingRing(tile_numel * widest, settings.pin_memory, ledger)
+            slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, DOWNLOAD_NUMEL)
+            ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger)
             publisher = UploadPublisher(from_device, dtypes, ring, settings.device)
             downloader = Downloader(ring, settings.device)
             closers = [ring]
@@ -244,16 +245,18 @@ def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
 def _host_settings(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype, ledger: Ledger
 ) -> HostSettings:
-    """Leave cores to who works beside the kernels: backward, or the thread that copies pageable memory.
+    """Leave cores to who works beside the kernels: backward, and the thread that launches or makes copies.
 
     A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a
-    parameter.
+    parameter beside pageable copies, 0.23 against 0.20 beside page-locked ones (benchmarks/README.md).
     """
     threads = host_threads()
-    fewer = max(1, threads - max(1, threads // 8)) if settings.device.type == "cuda" else threads
+    grad_threads = step_threads = threads
+    if settings.device.type == "cuda":
+        grad_threads = max(1, threads - max(1, threads // 8))
+        step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    step_threads = fewer if settings.copies_pageable else threads
-    return HostSettings(grad_dtype, fewer, step_threads, ledger, settings.copies_pageable)
+    return HostSettings(grad_dtype, grad_threads, step_threads, ledger)
 
 
 def _grad_dtype(

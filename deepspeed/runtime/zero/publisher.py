@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,6 +12,9 @@ import torch
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm, Wait
 from deepspeed.runtime.zero.layout import GroupLayout, Segment
+
+# One that is being computed and one that waits for it. A ring has a slot more, for the one that travels.
+OPEN_CHUNKS = 2
 
 
 class Target(NamedTuple):
@@ -37,7 +40,7 @@ class Publisher(Protocol):
     """Opens chunks for writing and brings what was written to the parameters.
 
     Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding.
-    Two may be open at a time; they are closed in the order in which they were opened.
+    `OPEN_CHUNKS` may be open at a time; they are closed in the order in which they were opened.
     """
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
@@ -53,40 +56,37 @@ class Publisher(Protocol):
         """After this every parameter is fresh (on a device: in the current stream's order)."""
 
 
-def publish_all(
-    publisher: Publisher,
-    groups: int,
-    prepare: Callable[[int, Target], Callable[[], object]],
-    compute: Executor | None = None,
-) -> None:
+def publish_all(publisher: Publisher, groups: int, write: Callable[[int, Target], Wait | None]) -> None:
     """Walk every chunk of every group once.
 
-    With an executor a chunk is computed on its thread while this one launches the transfers of the chunk
-    before: launching takes a tenth of a chunk's time, and from pageable memory it takes as long as the copy.
+    While a chunk is being computed elsewhere, the next one waits there already, so that nobody pauses; this
+    thread meanwhile launches the transfers of the chunk before, which from pageable memory takes as long as
+    the copy.
 
     Args:
         publisher: where the weights go.
         groups: how many parameter groups.
-        prepare: returns the call that computes a target of a group; the call should not need the interpreter.
-        compute: one thread; None to compute here.
+        write: writes a target of a group; returns None when it is done, or what waits for it.
     """
-    written: Chunk | None = None
+    unwritten: deque[tuple[Chunk, list[Wait]]] = deque()
     for group in range(groups):
         for start, end in publisher.chunks(group):
             chunk = publisher.open_chunk(group, start, end)
-            calls = [prepare(group, target) for target in chunk.targets]
-            jobs = [compute.submit(call) for call in calls] if compute is not None else []
-            if written is not None:
-                publisher.close_chunk(written)
-            if compute is None:
-                for call in calls:
-                    call()
-            for job in jobs:
-                job.result()
-            written = chunk
-    if written is not None:
-        publisher.close_chunk(written)
+            waits = [write(group, target) for target in chunk.targets]
+            unwritten.append((chunk, [wait for wait in waits if wait is not None]))
+            # A chunk that is written already is closed at once, so that it travels as early as it can.
+            while unwritten and (len(unwritten) == OPEN_CHUNKS or not unwritten[0][1]):
+                _close_oldest(publisher, unwritten)
+    while unwritten:
+        _close_oldest(publisher, unwritten)
     publisher.finish()
+
+
+def _close_oldest(publisher: Publisher, unwritten: deque[tuple[Chunk, list[Wait]]]) -> None:
+    chunk, waits = unwritten.popleft()
+    for wait in waits:
+        wait()
+    publisher.close_chunk(chunk)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem
-from deepspeed.runtime.zero.publisher import Chunk, ParamPublisher, Target
+from deepspeed.runtime.zero.publisher import OPEN_CHUNKS, Chunk, ParamPublisher, Target
 
 # Takes items, the first element of the run counted from the first item's, and the run itself in host memory.
 HostSink = Callable[[Sequence[BucketItem], int, torch.Tensor], None]
 
-SLOTS = 3
+SLOTS = OPEN_CHUNKS + 1
 
 
 class StagingSlot:
