@@ -58,7 +58,9 @@ def train(config, monkeypatch, tile_numel=10_000, steps=STEPS):
     monkeypatch.setattr(
         engine_setup,
         "zero_settings",
-        lambda config, device: dataclasses.replace(settings(config, device), tile_numel=tile_numel),
+        lambda config, device: dataclasses.replace(
+            settings(config, device), tile_numel=tile_numel, download_numel=tile_numel
+        ),
     )
     engine, optimizer, _, _ = deepspeed.initialize(model=make_model(), config=config)
     dtype = next(engine.parameters()).dtype

@@ -54,6 +54,7 @@ class ZeroSettings:
         skip_nonfinite: a step with a gradient that is not finite is skipped.
         ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
         tile_numel: elements of one tile of the step.
+        download_numel: elements of one gradient download through page-locked memory.
     """
 
     stage: int
@@ -70,6 +71,7 @@ class ZeroSettings:
     skip_nonfinite: bool = True
     ignore_unused_parameters: bool = True
     tile_numel: int = TILE_NUMEL
+    download_numel: int = DOWNLOAD_NUMEL
 
     @property
     def copies_pageable(self) -> bool:
@@ -181,7 +183,7 @@ def build_parts(
         if settings.device.type == "cuda":
             dtypes = [params_dtype(layout, params) for layout in groups]
             widest = max((dtype.itemsize for dtype in dtypes), default=2)
-            slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, DOWNLOAD_NUMEL)
+            slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, settings.download_numel)
             ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger)
             publisher = UploadPublisher(from_device, dtypes, ring, settings.device)
             downloader = Downloader(ring, settings.device)
