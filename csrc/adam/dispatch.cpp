@@ -91,7 +91,9 @@ const KernelTable* select_kernels(const char* limit) {
 
 void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads) {
     AdamArgs a = args;
-    a.out = write_only(a.out, numel);
+    if (a.forms.ties == nullptr) {  // else it is read
+        a.out = write_only(a.out, numel);
+    }
     parallel_tasks(numel, kTaskNumel, thread_count(numel, threads),
                    [&](int64_t begin, int64_t end) { kernels.adam(a, begin, end); });
 }
@@ -101,6 +103,55 @@ void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, i
     a.out = write_only(a.out, numel);
     parallel_tasks(numel, kTaskNumel, thread_count(numel, threads),
                    [&](int64_t begin, int64_t end) { kernels.roof(a, begin, end); });
+}
+
+void run_join(const KernelTable& kernels, const AdamArgs& args, float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0),
+                   [&](int64_t begin, int64_t end) { kernels.join(args, x, begin, end); });
+}
+
+void run_split(const KernelTable& kernels, const AdamArgs& args, const float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0),
+                   [&](int64_t begin, int64_t end) { kernels.split(args, x, begin, end); });
+}
+
+void run_decode(const KernelTable& kernels, const uint8_t* codes, const float* scale, bool is_signed,
+                float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0), [&](int64_t begin, int64_t end) {
+        kernels.decode(codes, scale, is_signed, x, begin, end);
+    });
+}
+
+void run_encode(const KernelTable& kernels, const float* x, bool is_signed, uint8_t* codes, float* scale,
+                int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0), [&](int64_t begin, int64_t end) {
+        kernels.encode(x, is_signed, codes, scale, begin, end);
+    });
+}
+
+// Each part of a decade is its middle, except the uppermost, which is the maximum itself: then a block that
+// is widened and narrowed again keeps its scale and its codes, bit for bit.
+const CodeTables& code_tables() {
+    static const CodeTables tables = [] {
+        CodeTables made{};
+        double power = 1e-6;
+        for (int parts = 1; parts <= 64; parts *= 2, power *= 10.0) {
+            for (int part = 0; part < parts; ++part) {
+                made.exp_avg[parts + part] = static_cast<float>((0.1 + 0.9 * (part + 0.5) / parts) * power);
+            }
+            for (int part = 0; part < 2 * parts; ++part) {
+                made.exp_avg_sq[2 * parts - 1 + part] =
+                    static_cast<float>((0.1 + 0.9 * (part + 0.5) / (2 * parts)) * power);
+            }
+        }
+        made.exp_avg[127] = 1.0f;
+        made.exp_avg_sq[255] = 1.0f;
+        for (int code = 0; code < 128; ++code) {
+            made.exp_avg[128 + code] = -made.exp_avg[code];
+        }
+        return made;
+    }();
+    return tables;
 }
 
 double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads) {

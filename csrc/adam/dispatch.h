@@ -18,6 +18,14 @@ constexpr int64_t kTaskNumel = 16384;
 void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
 void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads);
 
+// Between a form and fp32; `numel` elements from a multiple of kBlockNumel on.
+void run_join(const KernelTable& kernels, const AdamArgs& args, float* x, int64_t numel);
+void run_split(const KernelTable& kernels, const AdamArgs& args, const float* x, int64_t numel);
+void run_decode(const KernelTable& kernels, const uint8_t* codes, const float* scale, bool is_signed,
+                float* x, int64_t numel);
+void run_encode(const KernelTable& kernels, const float* x, bool is_signed, uint8_t* codes, float* scale,
+                int64_t numel);
+
 // Returns the sum of squares; its bits depend on the elements alone, not on level or threads.
 double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads);
 

@@ -84,8 +84,8 @@ def _run(python, world, jobs):
 
 
 class Exchange:
-    """All runs of one world: `own[side]`, the uninterrupted ones, and `crossed[side]`, from the other "
-    "side's files."""
+    """All runs of one world: `own[side]`, the uninterrupted ones, and `crossed[side]`, from the other side's
+    files."""
 
     def __init__(self, world, folder):
         self.folder = folder

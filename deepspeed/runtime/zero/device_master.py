@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
+from deepspeed.runtime.zero.forms import Flat
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 
@@ -38,15 +40,17 @@ class DeviceMaster:
         self._masters: list[torch.nn.Parameter] = []  # each [shard_numel] fp32, device
         self._grads: list[torch.Tensor] = []  # each [shard_numel] fp32, device
         self._arrived: set[tuple[int, int]] = set()  # (group, shard_start), this step
+        self._copies: list[Callable[[], None]] = []  # from the parameters to a master
         for layout, options in zip(groups, optimizer.param_groups, strict=True):
             master = torch.empty(layout.shard_numel(shard), dtype=torch.float32, device=device)
-            copy_to_shard(layout, shard, params, master)
+            self._copies.append(partial(copy_to_shard, layout, shard, params, master))
+            self._copies[-1]()
             self._masters.append(torch.nn.Parameter(master))
             self._grads.append(torch.zeros_like(master))
             options["params"] = [self._masters[-1]]
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Flat]:
         """The flat fp32 masters, one a group, `[shard_numel]`."""
         return [master.data for master in self._masters]
 
@@ -101,6 +105,11 @@ class DeviceMaster:
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
         publish_all(publisher, len(self._masters), self._copy_target)
+
+    def refresh(self) -> None:
+        """Set the masters from the parameters' present values."""
+        for copy in self._copies:
+            copy()
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""

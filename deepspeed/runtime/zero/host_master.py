@@ -15,9 +15,11 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Wait
+from deepspeed.runtime.zero.forms import Flat, StateForms
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.host_shard import HostShard
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
-from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
+from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
 from deepspeed.runtime.zero.staging import Downloader
 
 logger = logging.getLogger("DeepSpeed")
@@ -28,8 +30,9 @@ class HostSettings:
     """How a host master keeps its state.
 
     Args:
-        grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive
-            in.
+        grad_dtype: element type in which gradients are kept at first: fp32, or a 16-bit type.
+        widens_grads: a second contribution in one step widens gradients to fp32; else they are added in the
+            type that they have.
         grad_threads: threads that store and add gradients, beside the backward pass.
         step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
@@ -39,15 +42,14 @@ class HostSettings:
     grad_threads: int
     step_threads: int
     ledger: Ledger
+    widens_grads: bool = True
+    forms: StateForms = StateForms()
 
 
-@dataclass(frozen=True)
-class _HostGroup:
+class _HostGroup(NamedTuple):
     """One parameter group's shard."""
 
-    layout: GroupLayout
-    master: HostBuffer  # [shard_numel] fp32
-    param: torch.nn.Parameter  # the same memory, as the inner optimizer sees it
+    state: HostShard
     grads: HostBuffer  # [shard_numel] fp32 or 16 bit
 
 
@@ -71,7 +73,8 @@ class HostMaster:
     on the flat shard instead.
     Lifetime: from initialization to `close`. A 16-bit gradient buffer is widened in place, once and for good,
     when a second contribution comes; address space for it is reserved from the beginning.
-    Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments.
+    Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments; less in smaller
+    forms, see `HostShard`.
 
     Args:
         groups: layouts of the parameter groups.
@@ -99,24 +102,23 @@ class HostMaster:
         self._downloader = downloader
         # By (group, shard_start): what this step has brought.
         self._pieces: dict[tuple[int, int], _Piece] = {}
-        self._state_buffers: list[HostBuffer] = []
         self._gate: ChangeGate | None = None  # of a checkpoint that is being written meanwhile
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
         self._queue: Any = None  # computes tiles while others travel
         self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
         for group, options in zip(self._groups, optimizer.param_groups, strict=True):
-            options["params"] = [group.param]
+            options["params"] = [group.state.param]
         if isinstance(optimizer, DeepSpeedCPUAdam):
             optimizer.num_threads = settings.step_threads
             if downloader is not None:
                 self._queue = optimizer.make_queue(settings.step_threads)
-            for index, group in enumerate(self._groups):
-                optimizer.init_state(group.param, partial(self._zeros, index))
+            for group in self._groups:
+                group.state.init_moments(optimizer)
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Flat]:
         """The flat fp32 masters, one a group, `[shard_numel]`."""
-        return [group.param.data for group in self._groups]
+        return [group.state.master for group in self._groups]
 
     def grads(self, group: int) -> torch.Tensor:
         """A group's gradient as kept, `[shard_numel]`: the mean over ranks, times the loss scale."""
@@ -171,7 +173,7 @@ class HostMaster:
         self.wait_grads()
         if self._fused:
             for group in self._groups:
-                self._optimizer.state[group.param]["step"] += 1
+                self._optimizer.state[group.state.param]["step"] += 1
             # What torch's schedules look at before they warn that the optimizer was not stepped first.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
             publish_all(publisher, len(self._groups), partial(self._step_target, factor))
@@ -183,6 +185,11 @@ class HostMaster:
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
         publish_all(publisher, len(self._groups), self._copy_target)
+
+    def refresh(self) -> None:
+        """Set the masters from the parameters' present values."""
+        for group in self._groups:
+            group.state.refresh()
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -207,29 +214,18 @@ class HostMaster:
             self._downloader.close()
         self._queue = None  # ends its threads; what they were given is computed first
         for group in self._groups:
-            self._optimizer.state.pop(group.param, None)
-            group.param.data = torch.empty(0)
-            group.master.release()
+            self._optimizer.state.pop(group.state.param, None)
+            group.state.release()
             group.grads.release()
-        for buffer in self._state_buffers:
-            buffer.release()
 
     def _make_group(
         self, index: int, layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter]
     ) -> _HostGroup:
         """Allocate a group's buffers and copy its master from the parameters."""
-        numel = layout.shard_numel(shard)
         ledger, grad_dtype = self._settings.ledger, self._settings.grad_dtype
-        master = HostBuffer(f"master[{index}]", numel, torch.float32, ledger)
-        copy_to_shard(layout, shard, params, master.tensor)
-        grads = HostBuffer(f"gradient[{index}]", numel, grad_dtype, ledger, torch.float32).fill_zero()
-        return _HostGroup(layout, master, torch.nn.Parameter(master.tensor), grads)
-
-    def _zeros(self, index: int, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor for the optimizer's state of a group, counted until `close`."""
-        buffer = HostBuffer(f"{name}[{index}]", numel, dtype, self._settings.ledger).fill_zero()
-        self._state_buffers.append(buffer)
-        return buffer.tensor
+        state = HostShard(index, layout, shard, params, self._settings.forms, ledger, self._op)
+        grads = HostBuffer(f"gradient[{index}]", state.numel, grad_dtype, ledger, torch.float32).fill_zero()
+        return _HostGroup(state, grads)
 
     def _store(self, items: Sequence[BucketItem], first: int, flat: torch.Tensor) -> None:
         """Store or add a run of gradients that lies in host memory.
@@ -250,7 +246,7 @@ class HostMaster:
     def _contribute(self, index: int, start: int, piece: torch.Tensor) -> None:
         group = self._groups[index]
         add = (index, start) in self._pieces
-        if add and group.grads.dtype != torch.float32:
+        if add and self._settings.widens_grads and group.grads.dtype != torch.float32:
             logger.info(
                 "gradient[%d]: a second contribution in one step; the buffer is widened from %s to fp32, "
                 "+%d bytes of host memory from now on",
@@ -265,7 +261,7 @@ class HostMaster:
 
     def _copy_target(self, index: int, target: Target) -> None:
         """Round a run of the master to the weight's dtype."""
-        target.out.copy_(self._groups[index].master.tensor[target.start : target.end])
+        self._groups[index].state.write_weights(target)
 
     def _step_target(self, factor: float, index: int, target: Target) -> Wait | None:
         """One fused pass over a run of the shard."""
@@ -273,14 +269,9 @@ class HostMaster:
         if self._gate is not None:
             self._gate.wait(index, target.end)
         group = self._groups[index]
-        arguments = (
-            self._optimizer.param_groups[index],
-            group.param,
-            slice(target.start, target.end),
-            group.grads.tensor[target.start : target.end],
-            factor,
-            target.out,
-        )
+        part = group.state.slice(self._optimizer, target, group.grads.tensor[target.start : target.end])
+        step = self._optimizer.state[group.state.param]["step"]
+        arguments = (self._optimizer.param_groups[index], step, part, factor)
         if self._queue is not None:
             return self._optimizer.submit_slice(self._queue, *arguments)
         self._optimizer.step_slice(*arguments)
@@ -292,7 +283,7 @@ class HostMaster:
         if factor != 1.0:
             self.scale_grads(factor)
         for group in self._groups:
-            group.param.grad = group.grads.tensor
+            group.state.param.grad = group.grads.tensor
         self._optimizer.step()
         for group in self._groups:
-            group.param.grad = None
+            group.state.param.grad = None

@@ -17,12 +17,13 @@ from deepspeed.runtime.zero.buckets import BucketPool, GradReducer, GradSink
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
+from deepspeed.runtime.zero.forms import BLOCK_NUMEL, Flat, MasterForm, StateForms
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
 from deepspeed.runtime.zero.inner_state import adopt_state
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
-from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
+from deepspeed.runtime.zero.staging import SLOTS, Downloader, StagingRing, UploadPublisher
 
 # Elements of one tile of the step. Fresh weights are sent on from the cache: tiles of 8 or 16 Mi elements, or
 # writing past the cache, took a tenth longer on an H200 host (benchmarks/README.md).
@@ -49,7 +50,10 @@ class ZeroSettings:
         overlap_comm: reduce one bucket while the next fills.
         wire_dtype: element type of gradients on the wire; None: the parameters'.
         keep_16bit_grads: a host gradient that arrives once a step stays as it arrived.
-        fp32_accumulation: micro-batches are added in fp32, never in the parameters' type.
+        accumulation_dtype: in which micro-batches are added on the host, whatever else; None: fp32, or as
+            they arrived while there is one.
+        forms: what is kept in smaller forms on the host.
+        adds_separately: micro-batches are never added in `param.grad`.
         gradient_clipping: largest norm; 0 for none.
         skip_nonfinite: a step with a gradient that is not finite is skipped.
         ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
@@ -66,7 +70,9 @@ class ZeroSettings:
     overlap_comm: bool = True
     wire_dtype: torch.dtype | None = None
     keep_16bit_grads: bool = False
-    fp32_accumulation: bool = False
+    adds_separately: bool = False
+    accumulation_dtype: torch.dtype | None = None
+    forms: StateForms = StateForms()
     gradient_clipping: float = 0.0
     skip_nonfinite: bool = True
     ignore_unused_parameters: bool = True
@@ -80,14 +86,14 @@ class ZeroSettings:
 
     def reduces_every_pass(self, world: int) -> bool:
         """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
-        return self.stage >= 2 or world == 1 or self.fp32_accumulation
+        return self.stage >= 2 or world == 1 or self.adds_separately
 
 
 class Master(Protocol):
     """The four verbs of a master shard, and what goes with them. See `HostMaster`."""
 
     @property
-    def masters(self) -> list[torch.Tensor]: ...
+    def masters(self) -> list[Flat]: ...
 
     def grads(self, group: int) -> torch.Tensor: ...
 
@@ -102,6 +108,8 @@ class Master(Protocol):
     def step(self, factor: float, publisher: Publisher) -> None: ...
 
     def publish(self, publisher: Publisher) -> None: ...
+
+    def refresh(self) -> None: ...
 
     def clear_grads(self) -> None: ...
 
@@ -174,7 +182,13 @@ def build_parts(
     ledger = Ledger()
     tile_numel = min(settings.tile_numel, settings.allgather_bucket_numel // shards)
     tile_numel = max(1, tile_numel)
-    from_device = ParamPublisher(groups, params, comm, tile_numel)
+    forms, on_device = settings.forms, settings.device.type != "cpu"
+    if not forms.are_default:
+        check_forms(optimizer, params, settings)
+        tile_numel = max(tile_numel // BLOCK_NUMEL * BLOCK_NUMEL, BLOCK_NUMEL)
+    from_device = ParamPublisher(
+        groups, params, comm, tile_numel, whole_chunks=not forms.are_default and not on_device
+    )
     publisher: Publisher = from_device
     closers: list[Any] = []
     master: Master
@@ -184,8 +198,10 @@ def build_parts(
             dtypes = [params_dtype(layout, params) for layout in groups]
             widest = max((dtype.itemsize for dtype in dtypes), default=2)
             slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, settings.download_numel)
-            ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger)
-            publisher = UploadPublisher(from_device, dtypes, ring, settings.device)
+            reads_weights = forms.master is MasterForm.bf16_residual
+            slots = SLOTS + int(reads_weights)
+            ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger, slots)
+            publisher = UploadPublisher(from_device, dtypes, ring, settings.device, reads_weights)
             downloader = Downloader(ring, settings.device)
             closers = [ring]
         host = _host_settings(optimizer, settings, wire_dtype, ledger)
@@ -238,6 +254,31 @@ def _members(
     return members
 
 
+def check_forms(
+    optimizer: torch.optim.Optimizer, params: Mapping[int, torch.nn.Parameter], settings: ZeroSettings
+) -> None:
+    """Refuse smaller forms where they cannot hold.
+
+    Raises:
+        ValueError: they need our Adam, or the residual needs bf16 weights.
+    """
+    forms, section = settings.forms, "zero_optimization.offload_optimizer"
+    key, value = "optimizer_states", forms.moments.value
+    if forms.master is not MasterForm.fp32:
+        key, value = "master_weights", forms.master.value
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        raise ValueError(
+            f'{section}.{key}: expected "fp32" with {type(optimizer).__name__}, got "{value}". Use Adam or '
+            "AdamW of the configuration, or DeepSpeedCPUAdam."
+        )
+    others = {param.dtype for param in params.values()} - {torch.bfloat16}
+    if forms.master is MasterForm.bf16_residual and others:
+        raise ValueError(
+            f'{section}.master_weights: expected "fp32" with weights of {others.pop()}, got "{value}". Only '
+            "a bf16 weight is the upper half of its fp32 master; set bf16.enabled."
+        )
+
+
 def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
     """The parameters' dtype, or fp32 when they differ."""
     dtypes = {param.dtype for param in params}
@@ -258,12 +299,20 @@ def _host_settings(
         grad_threads = max(1, threads - max(1, threads // 8))
         step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    return HostSettings(grad_dtype, grad_threads, step_threads, ledger)
+    widens = settings.accumulation_dtype is None
+    return HostSettings(grad_dtype, grad_threads, step_threads, ledger, widens, settings.forms)
 
 
 def _grad_dtype(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype
 ) -> torch.dtype:
     """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
+    if settings.accumulation_dtype is not None:
+        if settings.accumulation_dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
+            raise ValueError(
+                f"data_types.grad_accum_dtype: expected fp32 or null with {type(optimizer).__name__} on the "
+                f"host, got {settings.accumulation_dtype}. Use Adam or AdamW of the configuration."
+            )
+        return settings.accumulation_dtype
     keeps = settings.keep_16bit_grads and isinstance(optimizer, DeepSpeedCPUAdam) and wire_dtype.itemsize == 2
     return wire_dtype if keeps else torch.float32
