@@ -121,7 +121,7 @@ class Exchange:
 
 @pytest.fixture(scope="module")
 def stocks_ops():
-    """Stock's compiled ops, held by one run at a time: a lock that lies there is of a build that was killed."""
+    """Stock's compiled ops, held by one run at a time: a lock that lies there is a killed build's."""
     STOCKS_OPS.mkdir(exist_ok=True)
     with open(STOCKS_OPS / "in_use", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
