@@ -118,7 +118,7 @@ def stochastic_step(op, exp_avg, grad, step=1, key=7, first=0, threads=2):
     """One step that only decays and adds to the first moment."""
     numel = grad.numel()
     master, exp_avg_sq = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
-    settings = Settings(step=step, num_threads=threads, beta1=0.999).args()
+    settings = Settings(step=step, num_threads=threads, beta1=0.999, grad_scale=1.0).args()
     op.adam_step(master, grad, exp_avg, exp_avg_sq, None, *settings, noise_key=key, first=first)
     return exp_avg_sq
 
