@@ -129,31 +129,6 @@ void run_encode(const KernelTable& kernels, const float* x, bool is_signed, uint
     });
 }
 
-// Each part of a decade is its middle, except the uppermost, which is the maximum itself: then a block that
-// is widened and narrowed again keeps its scale and its codes, bit for bit.
-const CodeTables& code_tables() {
-    static const CodeTables tables = [] {
-        CodeTables made{};
-        double power = 1e-6;
-        for (int parts = 1; parts <= 64; parts *= 2, power *= 10.0) {
-            for (int part = 0; part < parts; ++part) {
-                made.exp_avg[parts + part] = static_cast<float>((0.1 + 0.9 * (part + 0.5) / parts) * power);
-            }
-            for (int part = 0; part < 2 * parts; ++part) {
-                made.exp_avg_sq[2 * parts - 1 + part] =
-                    static_cast<float>((0.1 + 0.9 * (part + 0.5) / (2 * parts)) * power);
-            }
-        }
-        made.exp_avg[127] = 1.0f;
-        made.exp_avg_sq[255] = 1.0f;
-        for (int code = 0; code < 128; ++code) {
-            made.exp_avg[128 + code] = -made.exp_avg[code];
-        }
-        return made;
-    }();
-    return tables;
-}
-
 double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads) {
     // Chunks follow from numel alone, and are added up in order: threads only choose who computes which.
     const int64_t chunk_numel =

@@ -91,68 +91,62 @@ inline float block_max(const float* x, int64_t numel) {
     return bits_float(most);
 }
 
-// Position of y = |x| / scale, from 0 to 1, on the dynamic scale: seven decades, the uppermost in `parts`
-// equal parts, each one below in half as many. Returns the parts of the decade, which is the number of its
-// first one too, plus the part; what lies below the last decade counts as its part.
-inline int32_t dynamic_part(float y, float parts) {
-    const float least = parts * (1.0f / 64.0f);
-    const float limits[] = {1e-4f, 1e-2f, 1e-1f}, powers[] = {1e4f, 1e2f, 1e1f},
-                shares[] = {1.0f / 16.0f, 1.0f / 4.0f, 1.0f / 2.0f};
-    for (int k = 0; k < 3; ++k) {
-        parts = y < limits[k] ? parts * shares[k] : parts;
-        y = y < limits[k] ? y * powers[k] : y;
+// Bytes of one block: a magnitude on the dynamic scale, and a sign in the uppermost bit if there is one. The
+// scale has decades of 10, the uppermost in `parts` equal parts, each one below in half as many. A code plus
+// one is the number of its decade's parts plus its part: as a float, its exponent names the decade. Code 0 is
+// zero, the largest is the block's maximum itself, so that a block which is widened and narrowed again keeps
+// its scale and its codes.
+struct Codec {
+    bool is_signed;
+    float parts() const { return is_signed ? 64.0f : 128.0f; }
+    int decades() const { return is_signed ? 6 : 7; }
+};
+
+// The value of a code is (code + 1.5) * slope + offset, which is the middle of its part; by decade, of the
+// exponent of code + 1.5.
+struct CodeTables {
+    alignas(64) float slope[16];
+    alignas(64) float offset[16];
+
+    CodeTables(Codec codec, float scale) : slope{}, offset{} {
+        const float powers[] = {1.0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f};
+        float share = 0.9f / codec.parts();
+        for (int below = 0; below < codec.decades(); ++below, share *= 2.0f) {
+            const int place = place_of(codec.decades() - below);
+            slope[place] = share * powers[below] * scale;
+            offset[place] = -0.8f * powers[below] * scale;
+        }
+        offset[place_of(codec.decades() + 1)] = scale;
     }
-    parts = parts > least ? parts : least;
-    float part = (y - 0.1f) * (parts * (1.0f / 0.9f));
-    part = part > 0.0f ? part : 0.0f;
-    part = part < parts - 1.0f ? part : parts - 1.0f;
-    return static_cast<int32_t>(parts) + static_cast<int32_t>(part);
+    // Of an exponent, in the lower bits of a float's.
+    static int place_of(int exponent) { return (127 + exponent) % 16; }
+};
+
+template <class V>
+inline void decode(const uint8_t* codes, Codec codec, float scale, float* x, int64_t numel) {
+    const CodeTables tables(codec, scale);
+    int64_t i = 0;
+    for (; i + V::kLanes <= numel; i += V::kLanes) {
+        V::store(x + i, V::decode(codes + i, tables.slope, tables.offset, codec.is_signed));
+    }
+    for (; i < numel; ++i) {
+        x[i] = Scalar::decode(codes + i, tables.slope, tables.offset, codec.is_signed);
+    }
 }
 
-inline float inverse(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
-
-// In a loop of its own: mixed with the loops above it would make the compiler compute in bytes.
-inline void narrow(const int32_t* __restrict wide, uint8_t* __restrict codes, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) {
-        codes[i] = static_cast<uint8_t>(wide[i]);
-    }
-}
-
-// One byte: sign and 7 bits of magnitude, 0 and 127 parts. Returns the block's scale.
-inline float encode_signed(const float* __restrict x, uint8_t* __restrict codes, int64_t numel) {
+// Returns the block's scale.
+template <class V>
+inline float encode(const float* x, Codec codec, uint8_t* codes, int64_t numel) {
     const float scale = block_max(x, numel);
-    const float factor = inverse(scale);
-    int32_t wide[kBlockNumel];
-    for (int64_t i = 0; i < numel; ++i) {
-        const float y = bits_float(float_bits(x[i]) & 0x7fffffffu) * factor;
-        const int32_t magnitude = y < 2.75e-7f ? 0 : dynamic_part(y, 64.0f);
-        const int32_t sign = static_cast<int32_t>(float_bits(x[i]) >> 24) & 0x80;
-        wide[i] = magnitude | sign;
+    const float factor = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int64_t i = 0;
+    for (; i + V::kLanes <= numel; i += V::kLanes) {
+        V::encode(V::load(x + i), factor, codec.parts(), codec.is_signed, codes + i);
     }
-    narrow(wide, codes, numel);
+    for (; i < numel; ++i) {
+        Scalar::encode(x[i], factor, codec.parts(), codec.is_signed, codes + i);
+    }
     return scale;
-}
-
-// One byte: 0, 254 parts, and 255 for the maximum itself. What is more than 0 stays so: a second moment of 0
-// under a first moment that is not would make a step as large as 1 / eps.
-inline float encode_unsigned(const float* __restrict x, uint8_t* __restrict codes, int64_t numel) {
-    const float scale = block_max(x, numel);
-    const float factor = inverse(scale);
-    int32_t wide[kBlockNumel];
-    for (int64_t i = 0; i < numel; ++i) {
-        const float y = x[i] * factor;
-        const int32_t part = y > 0.99824f ? 255 : dynamic_part(y, 128.0f) - 1;
-        wide[i] = x[i] > 0.0f ? part : 0;
-    }
-    narrow(wide, codes, numel);
-    return scale;
-}
-
-inline void decode(const uint8_t* __restrict codes, const float* __restrict table, float scale,
-                   float* __restrict x, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) {
-        x[i] = table[codes[i]] * scale;
-    }
 }
 
 }  // namespace

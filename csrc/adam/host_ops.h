@@ -36,13 +36,6 @@ struct Forms {
     bool any() const { return ties != nullptr || exp_avg_scale != nullptr || stochastic; }
 };
 
-// Values of the 256 codes of a byte.
-struct CodeTables {
-    float exp_avg[256];     // signed
-    float exp_avg_sq[256];  // not negative
-};
-const CodeTables& code_tables();
-
 // One Adam step over flat arrays. Constants are rounded once from doubles by the caller.
 struct AdamArgs {
     Stream master;

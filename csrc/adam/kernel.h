@@ -108,7 +108,11 @@ struct Block {
     alignas(64) float exp_avg_sq[kBlockNumel];
 };
 
+constexpr Codec kFirstMoment{true};
+constexpr Codec kSecondMoment{false};
+
 // Widens what of elements [at, at + numel) is in a smaller form; returns the arguments of their step.
+template <class V>
 inline AdamArgs open_block(const AdamArgs& a, Block& block, int64_t at, int64_t numel) {
     AdamArgs local = a;
     local.grad = from(a.grad, at);
@@ -122,11 +126,10 @@ inline AdamArgs open_block(const AdamArgs& a, Block& block, int64_t at, int64_t 
     local.exp_avg = floats(block.exp_avg);
     local.exp_avg_sq = floats(block.exp_avg_sq);
     if (a.forms.exp_avg_scale != nullptr) {
-        const host_ops::CodeTables& tables = host_ops::code_tables();
         const int64_t index = at / kBlockNumel;
-        decode(codes(a.exp_avg, at), tables.exp_avg, a.forms.exp_avg_scale[index], block.exp_avg, numel);
-        decode(codes(a.exp_avg_sq, at), tables.exp_avg_sq, a.forms.exp_avg_sq_scale[index], block.exp_avg_sq,
-               numel);
+        decode<V>(codes(a.exp_avg, at), kFirstMoment, a.forms.exp_avg_scale[index], block.exp_avg, numel);
+        decode<V>(codes(a.exp_avg_sq, at), kSecondMoment, a.forms.exp_avg_sq_scale[index], block.exp_avg_sq,
+                  numel);
     } else if (a.forms.stochastic) {
         widen_moment(words(a.exp_avg, at), block.exp_avg, numel);
         widen_moment(words(a.exp_avg_sq, at), block.exp_avg_sq, numel);
@@ -155,14 +158,16 @@ inline void prefetch_block(const AdamArgs& a, int64_t at) {
 }
 
 // Brings them back into their form.
+template <class V>
 inline void close_block(const AdamArgs& a, const Block& block, int64_t at, int64_t numel) {
     if (a.forms.ties != nullptr) {
         split_master(block.master, words(a.master, at), a.forms.ties + at / kTieBits, numel);
     }
     if (a.forms.exp_avg_scale != nullptr) {
         const int64_t index = at / kBlockNumel;
-        a.forms.exp_avg_scale[index] = encode_signed(block.exp_avg, codes(a.exp_avg, at), numel);
-        a.forms.exp_avg_sq_scale[index] = encode_unsigned(block.exp_avg_sq, codes(a.exp_avg_sq, at), numel);
+        a.forms.exp_avg_scale[index] = encode<V>(block.exp_avg, kFirstMoment, codes(a.exp_avg, at), numel);
+        a.forms.exp_avg_sq_scale[index] =
+            encode<V>(block.exp_avg_sq, kSecondMoment, codes(a.exp_avg_sq, at), numel);
     } else if (a.forms.stochastic) {
         round_moments(block.exp_avg, block.exp_avg_sq, words(a.exp_avg, at), words(a.exp_avg_sq, at), numel,
                       a.forms.first + static_cast<uint32_t>(at), a.forms.noise_key);
@@ -174,7 +179,7 @@ void adam_blocks(const AdamArgs& a, int64_t begin, int64_t end) {
     Block block;
     for (int64_t at = begin; at < end; at += kBlockNumel) {
         const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
-        const AdamArgs local = open_block(a, block, at, numel);
+        const AdamArgs local = open_block<V>(a, block, at, numel);
         prefetch_block(a, at + kBlockNumel);
         int64_t i = 0;
         for (; i + V::kLanes <= numel; i += V::kLanes) {
@@ -183,7 +188,7 @@ void adam_blocks(const AdamArgs& a, int64_t begin, int64_t end) {
         for (; i < numel; ++i) {
             adam_lanes<Scalar>(local, i);
         }
-        close_block(a, block, at, numel);
+        close_block<V>(a, block, at, numel);
     }
     V::fence();
 }
@@ -290,27 +295,26 @@ void split(const AdamArgs& a, const float* x, int64_t begin, int64_t end) {
     split_master(x + begin, words(a.master, begin), a.forms.ties + begin / kTieBits, end - begin);
 }
 
-inline void decode_blocks(const uint8_t* codes, const float* scale, bool is_signed, float* x, int64_t begin,
-                          int64_t end) {
-    const host_ops::CodeTables& tables = host_ops::code_tables();
+template <class V>
+void decode_blocks(const uint8_t* codes, const float* scale, bool is_signed, float* x, int64_t begin,
+                   int64_t end) {
     for (int64_t at = begin; at < end; at += kBlockNumel) {
         const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
-        decode(codes + at, is_signed ? tables.exp_avg : tables.exp_avg_sq, scale[at / kBlockNumel], x + at,
-               numel);
+        decode<V>(codes + at, Codec{is_signed}, scale[at / kBlockNumel], x + at, numel);
     }
 }
 
-inline void encode_blocks(const float* x, bool is_signed, uint8_t* codes, float* scale, int64_t begin,
-                          int64_t end) {
+template <class V>
+void encode_blocks(const float* x, bool is_signed, uint8_t* codes, float* scale, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kBlockNumel) {
         const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
-        scale[at / kBlockNumel] = (is_signed ? encode_signed : encode_unsigned)(x + at, codes + at, numel);
+        scale[at / kBlockNumel] = encode<V>(x + at, Codec{is_signed}, codes + at, numel);
     }
 }
 
 template <class V>
 constexpr host_ops::KernelTable make_table(const char* name) {
-    return {name, adam<V>, accumulate<V>, roof<V>, join, split<V>, decode_blocks, encode_blocks};
+    return {name, adam<V>, accumulate<V>, roof<V>, join, split<V>, decode_blocks<V>, encode_blocks<V>};
 }
 
 }  // namespace
