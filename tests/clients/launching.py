@@ -41,7 +41,9 @@ def clients(*modules):
     marks = [pytest.mark.clients, pytest.mark.timeout(600)]
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing and os.environ.get("DS_REQUIRE_CLIENTS"):
-        raise RuntimeError(f"{', '.join(missing)}: expected to be installed, got nothing. See test-clients in Makefile.")
+        raise RuntimeError(
+            f"{', '.join(missing)}: expected to be installed, got nothing. See test-clients in Makefile."
+        )
     reason = f"{', '.join(missing)} not installed; run make test-clients"
     return [*marks, pytest.mark.skip(reason=reason)] if missing else marks
 
