@@ -319,6 +319,17 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             options["backend"] = backend
         self.module.compile(**options)
 
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As `DeepSpeedZeroOptimizer.offload_states`: lend the device's memory to somebody else."""
+        self._training_optimizer("offload_states").offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` moved."""
+        self._training_optimizer("reload_states").reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: what ZeRO-3 would cache does not exist here."""
+
     def destroy(self) -> None:
         """Return every byte; the module stays usable as an ordinary one."""
         self.wait_for_checkpoint()

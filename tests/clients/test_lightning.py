@@ -10,8 +10,8 @@ pytestmark = clients("lightning")
 
 # In fp32 the same sums are taken in another order: a few ulp of a loss near 1 after nine steps.
 FP32_BOUND = 1e-5
-# bf16 rounds weights and activations to 8 bits: logits of size 2 move by some 2**-8 at each of three layers, and
-# a cross entropy by at most twice what its logits do. Largest difference seen: 0.007.
+# bf16 rounds weights and activations to 8 bits: logits of size 2 move by some 2**-8 at each of three layers,
+# and a cross entropy by at most twice what its logits do. Largest difference seen: 0.011.
 BF16_BOUND = 0.03
 CLIP = 0.5
 ACCUMULATION = 2

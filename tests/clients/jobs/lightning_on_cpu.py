@@ -1,4 +1,4 @@
-"""A small module and its data for Lightning, and leave for Lightning's DeepSpeed strategies to run on CPUs."""
+"""A small module and its data for Lightning, whose DeepSpeed strategies are let run on CPUs."""
 
 import lightning.fabric.strategies.deepspeed as fabric_strategies
 import lightning.pytorch.strategies.deepspeed as trainer_strategies
