@@ -19,8 +19,8 @@ WHOLE_MODEL_BF16 = ["offload", "stage 2", "stage 1"]
 
 # In fp32 the same sums are taken in another order: a few ulp of a loss near 4, carried through four steps.
 FP32_BOUND = 1e-5
-# bf16 rounds weights and activations to 8 bits, which moves logits of size 0.3 by some 2**-10 at each of the two
-# layers' seven products. Largest difference seen: 0.002, of a norm.
+# bf16 rounds weights and activations to 8 bits, which moves logits of size 0.3 by some 2**-10 at each of the
+# two layers' seven products. Largest difference seen: 0.002, of a norm.
 BF16_BOUND = 0.01
 
 

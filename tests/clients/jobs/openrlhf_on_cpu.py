@@ -1,7 +1,7 @@
 """Lets OpenRLHF be imported and run on CPUs.
 
-It needs ray, vllm, flash-attn and others, none of which its DeepSpeed code calls: stand-ins take their place. It
-asks torch.cuda for the current device, and makes its mesh of "cuda". The rest of it runs as it is.
+It needs ray, vllm, flash-attn and others, none of which its DeepSpeed code calls: stand-ins take their place.
+It asks torch.cuda for the current device, and makes its mesh of "cuda". The rest of it runs as it is.
 """
 
 import sys
