@@ -1,9 +1,9 @@
 """transformers' Trainer over a list of runs: each trains a small random Llama and reports what it saw.
 
 A run is a dict: `name`; `deepspeed`, a configuration, or null for plain DDP; `arguments`, of
-TrainingArguments; and if wanted `folder`, for the checkpoints; `resume`, whether to continue from the last one;
-`stop_after`, the step that ends the run as if by hand; `kill_after`, the step after which every rank is killed,
-in the middle of the next.
+TrainingArguments; and if wanted `folder`, for the checkpoints; `resume`, whether to continue from the last
+one; `stop_after`, the step that ends the run as if by hand; `kill_after`, the step after which every rank is
+killed, in the middle of the next.
 """
 
 import os
