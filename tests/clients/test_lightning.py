@@ -26,6 +26,8 @@ JSON = {
         "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
     },
 }
+# The first scale is small enough that no step is skipped.
+FP16 = {"stage": 2, "offload_optimizer": True, "initial_scale_power": 8}
 
 
 def trainer_setting(name, strategy, precision="bf16-mixed", optimizer="AdamW", **more):
@@ -51,6 +53,11 @@ def trained(tmp_path_factory):
         trainer_setting("stage 2", "deepspeed_stage_2"),
         trainer_setting("stage 1", "deepspeed_stage_1"),
         trainer_setting("json", "deepspeed", "32-true", config=JSON),
+        trainer_setting("fp16", "deepspeed", "16-mixed", options=FP16),
+        trainer_setting("manual ddp", "ddp", "32-true", manual=True),
+        trainer_setting("manual", "deepspeed_stage_2_offload", "32-true", manual=True),
+        trainer_setting("plateau ddp", "ddp", "32-true", schedule="plateau") | {"clip": CLIP * ACCUMULATION},
+        trainer_setting("plateau", "deepspeed_stage_2", "32-true", schedule="plateau"),
     ]
     return run_job("lightning_trainer_job.py", settings, tmp_path_factory.mktemp("trainer"), "itself").check()
 
@@ -94,6 +101,37 @@ def test_the_trainer_steps_and_schedules_as_under_ddp(trained):
         assert rank["stage 1"]["inner_class"] == "AdamW"
     norms = [rank["fp32"]["norm"] for rank in trained]
     assert norms[0] == norms[1] and math.isfinite(norms[0]) and norms[0] > 0
+
+
+def test_the_host_keeps_16_bytes_a_parameter_with_accumulation(trained):
+    results = [rank["offload"] for rank in trained]
+    kept = sum(nbytes for one in results for name, nbytes in one["buffers"].items() if name != "bucket")
+    assert kept == 16 * results[0]["numel"]
+    assert all(set(rank["stage 2"]["buffers"]) <= {"bucket"} for rank in trained)
+
+
+def test_fp16_scales_and_loses_less_than_bf16(trained):
+    for rank in trained:
+        # fp16 keeps 11 bits where bf16 keeps 8.
+        assert distance(rank["fp16"]["losses"], rank["ddp"]["losses"]) < BF16_BOUND / 8
+        assert rank["fp16"]["engine_steps"] == TRAINER_STEPS
+
+
+@pytest.mark.parametrize("name", ["manual", "plateau"])
+def test_manual_optimization_and_a_plateau_schedule_are_as_under_ddp(trained, name):
+    for rank in trained:
+        result, reference = rank[name], rank[f"{name} ddp"]
+        assert distance(result["losses"], reference["losses"]) < FP32_BOUND
+        assert result["rates"] == reference["rates"] and len(set(result["rates"])) > 1
+        assert result["steps"] == result["engine_steps"] == reference["steps"]
+
+
+def test_a_module_is_validated_within_fit_and_by_an_engine_of_its_own(trained):
+    for rank in trained:
+        for name in ("fp32", "offload", "stage 2", "stage 1", "fp16"):
+            result = rank[name]
+            assert result["validated"] == pytest.approx(result["validated_again"], abs=1e-6), name
+            assert result["validated"] < result["losses"][0]
 
 
 def test_optimizer_and_schedule_of_a_json_are_the_trainers(trained):

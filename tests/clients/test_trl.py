@@ -8,7 +8,7 @@ from tests.clients.trainer_settings import arguments, auto_config
 pytestmark = clients("trl", "peft")
 
 STEPS = [str(step) for step in range(1, 7)]
-# In fp32 the same sums are taken in another order: a few ulp of losses near 5 and of norms, through six steps.
+# In fp32 the same sums are taken in another order: a few ulp of losses near 5 and of norms, over six steps.
 FP32_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "margin": 1e-5}
 # bf16 rounds weights and activations to 8 bits: each log probability, near 5, moves by some 2**-8; a loss is
 # the mean of many. Largest differences seen: 0.0011, 0.014, 0.0023.
@@ -78,9 +78,8 @@ def test_training_is_that_of_plain_ddp(ranks, name):
 
 
 def test_all_ranks_end_with_the_same_weights(ranks):
-    assert {name: run["weights"] for name, run in ranks[0].items()} == {
-        name: run["weights"] for name, run in ranks[1].items()
-    }
+    names = [run["name"] for run in every_run()]
+    assert [ranks[0][name]["weights"] for name in names] == [ranks[1][name]["weights"] for name in names]
 
 
 @pytest.mark.parametrize("run", ["fp32", "bf16", "stage 1"])
@@ -110,3 +109,12 @@ def test_the_reference_model_is_an_engine_at_stage_0_without_an_optimizer(ranks,
     for rank in ranks:
         result = rank[f"dpo with a model: {run}"]
         assert result["reference"] == [0, None, []] and result["reference_kept"]
+
+
+def test_adaptive_ranks_score_whole_gradients(ranks):
+    results = [rank["adaptive ranks"] for rank in ranks]
+    assert results[0]["scores"] == results[1]["scores"]
+    for result in results:
+        assert result["gradients"] == result["scored"] == 6
+        # Two means of four rows each against one mean of eight, in fp32.
+        assert result["gradient_error"] < 1e-6

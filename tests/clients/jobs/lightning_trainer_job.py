@@ -28,9 +28,11 @@ OPTIMIZERS = {"AdamW": torch.optim.AdamW, "DeepSpeedCPUAdam": DeepSpeedCPUAdam}
 class Classifier(pl.LightningModule):
     """As a user writes it: layers made in `configure_model`, a schedule stepped after every step."""
 
-    def __init__(self, optimizer):
+    def __init__(self, setting):
         super().__init__()
-        self.optimizer_class = OPTIMIZERS[optimizer]
+        self.optimizer_class = OPTIMIZERS[setting["optimizer"]]
+        self.schedule = setting.get("schedule")
+        self.automatic_optimization = not setting.get("manual", False)
         self.net = None
         self.losses = []
 
@@ -44,6 +46,12 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch, index):
         loss = self.loss(batch)
         self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.lr_schedulers().step()
         return loss
 
     def validation_step(self, batch, index):
@@ -51,6 +59,9 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.optimizer_class(self.parameters(), lr=2e-2, weight_decay=0.1)
+        if self.schedule == "plateau":  # its patience is short, so that it acts within the run
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -65,14 +76,17 @@ def make_trainer(setting, folder, callbacks=()):
     if "config" in setting:
         Path("deepspeed.json").write_text(json.dumps(setting["config"]))
         strategy = DeepSpeedStrategy(config="deepspeed.json")
+    elif "options" in setting:
+        strategy = DeepSpeedStrategy(**setting["options"])
     return pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
         strategy=strategy,
         precision=setting["precision"],
         max_epochs=EPOCHS,
-        accumulate_grad_batches=ACCUMULATION,
-        gradient_clip_val=setting["clip"],
+        # In manual optimization Lightning leaves both to the module.
+        accumulate_grad_batches=1 if setting.get("manual") else ACCUMULATION,
+        gradient_clip_val=None if setting.get("manual") else setting["clip"],
         logger=CSVLogger(folder),
         log_every_n_steps=1,
         enable_progress_bar=False,
@@ -85,9 +99,9 @@ def make_trainer(setting, folder, callbacks=()):
 def train(setting, folder, resume_from=None):
     saver = ModelCheckpoint(folder, save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
     monitor = LearningRateMonitor("step")
-    module = Classifier(setting["optimizer"])
+    module = Classifier(setting)
     trainer = make_trainer(setting, folder, [saver, monitor])
-    trainer.fit(module, loader(), ckpt_path=resume_from)
+    trainer.fit(module, loader(), loader(), ckpt_path=resume_from)
     engine = trainer.model
     result = {
         "losses": module.losses,
@@ -100,6 +114,11 @@ def train(setting, folder, resume_from=None):
         result["inner_class"] = type(trainer.optimizers[0].optimizer).__name__
         result["norm"] = engine.get_global_grad_norm()
         result["engine_steps"] = engine.global_steps
+        result["buffers"] = {entry["name"]: entry["nbytes"] for entry in engine.memory_report()}
+        result["numel"] = sum(param.numel() for param in module.parameters())
+        result["validated"] = trainer.callback_metrics["loss"].item()
+        # The same module again, in an engine that only evaluates, while the first still lives.
+        result["validated_again"] = trainer.validate(module, loader(), verbose=False)[0]["loss"]
     return result
 
 
@@ -107,7 +126,7 @@ def what_checkpoints_give(setting, folder):
     """A run that goes on after the first epoch, an evaluation of the end, an export of the end."""
     first = folder / f"epoch=0-step={STEPS_PER_EPOCH}.ckpt"
     last = folder / f"epoch={EPOCHS - 1}-step={EPOCHS * STEPS_PER_EPOCH}.ckpt"
-    evaluated = Classifier(setting["optimizer"])
+    evaluated = Classifier(setting)
     trainer = make_trainer(setting, folder / "evaluated")
     metrics = trainer.validate(evaluated, loader(), ckpt_path=last, verbose=False)
     exported = convert_zero_checkpoint_to_fp32_state_dict(last, folder / f"{trainer.global_rank}.pt")

@@ -1,4 +1,4 @@
-"""trl's SFTTrainer and DPOTrainer over a list of runs; each trains a small random Llama and reports what came.
+"""trl's SFTTrainer and DPOTrainer over a list of runs; each trains a small random Llama and reports on it.
 
 A run is a dict: `name`; `kind`, "sft" or "dpo"; `deepspeed`, a configuration, or null for plain DDP; `lora`;
 `reference`, what DPO compares with: "adapter" (the model without its adapter), "model" (a copy) or "before"
@@ -6,6 +6,7 @@ A run is a dict: `name`; `kind`, "sft" or "dpo"; `deepspeed`, a configuration, o
 `arguments`, of TrainingArguments; and if wanted `resume`, the checkpoint to go on from.
 """
 
+import copy
 import os
 
 os.environ["HF_HOME"] = os.path.abspath("hf")  # before the imports, which read it
@@ -14,13 +15,16 @@ import torch
 import transformers.training_args
 from accelerate import PartialState
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+import deepspeed
 from deepspeed import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_grad
 from tests.clients.jobs.common import digest, read_task, report
 from tests.clients.jobs.small_llama import choose_gloo, small_llama
 
@@ -147,7 +151,48 @@ def train(run):
     return result
 
 
-results = {}
+def adaptive_ranks():
+    """peft's AdaLoRA asks this package for whole gradients, between backward and step."""
+    choose_gloo(with_deepspeed=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    known = HfDeepSpeedConfig(dict(config))  # while it lives, peft knows that DeepSpeed trains
+    adaptive = AdaLoraConfig(
+        target_modules=["q_proj"], init_r=4, target_r=2, tinit=0, tfinal=1, deltaT=1, total_step=4
+    )
+    model = get_peft_model(small_llama(), adaptive)
+    for name, param in model.named_parameters():
+        if "lora_E" in name:
+            param.data.fill_(0.1)  # peft begins at zero, where no other part has a gradient
+    alone = copy.deepcopy(model)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    tokens = torch.arange(128).reshape(8, 16)
+    for step in range(3):
+        own = tokens[4 * torch.distributed.get_rank() :][:4]
+        engine.backward(engine(input_ids=own, labels=own).loss)
+        if step == 0:
+            alone(input_ids=tokens, labels=tokens).loss.backward()
+            expected = {name: param.grad for name, param in alone.named_parameters() if param.requires_grad}
+            errors = [
+                (safe_get_full_grad(model.get_parameter(name)) - grad).abs().max().item()
+                for name, grad in expected.items()
+            ]
+        model.base_model.update_and_allocate(step)
+        engine.step()
+    scores = model.base_model.rankallocator.exp_avg_ipt
+    del known
+    return {
+        "gradient_error": max(errors),
+        "gradients": len(errors),
+        "scored": sum(bool(score.abs().sum() > 0) for score in scores.values()),
+        "scores": digest(scores),
+    }
+
+
+results = {"adaptive ranks": adaptive_ranks()}
 for todo in read_task():
     results[todo["name"]] = train(todo)
     report(results)
