@@ -179,3 +179,13 @@ def test_fabrics_wrapper_of_the_optimizer_derives_from_ours_and_shadows_nothing(
             assert wrapper["shadows"] == []
             assert wrapper["norm"] > 0
             assert ("master[0]" in wrapper["reports"]) == (name in ("fp32", "offload"))
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_3", "deepspeed_stage_3_offload"])
+def test_stage_3_is_refused_on_every_rank_with_what_to_do(trained, strategy):
+    for rank in trained:
+        assert rank["refused"][strategy] == (
+            "NotImplementedError: deepspeed.zero.Init: expected a feature of this package, got ZeRO stage 3, "
+            "which is not here. Set zero_optimization.stage to 2 or less; optimizer states go to the host with "
+            "offload_optimizer."
+        )

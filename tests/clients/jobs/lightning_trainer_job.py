@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from tests.clients.jobs.common import digest, read_task, report
+from tests.clients.jobs.common import digest, error_of, read_task, report
 from tests.clients.jobs.lightning_on_cpu import MICRO_BATCH, allow_cpu, small_dataset, small_module
 
 EPOCHS = 3
@@ -147,9 +147,17 @@ def check(setting):
     return result
 
 
+def refusal(strategy):
+    """What a user reads who asks for a strategy that is not here."""
+    setting = {"strategy": strategy, "precision": "bf16-mixed", "clip": 1.0, "optimizer": "AdamW"}
+    trainer = make_trainer(setting, Path.cwd())
+    return error_of(lambda: trainer.fit(Classifier(setting), loader()))
+
+
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 allow_cpu()
 results = {}
 for one in read_task():
     results[one["name"]] = check(one)
+results["refused"] = {name: refusal(name) for name in ("deepspeed_stage_3", "deepspeed_stage_3_offload")}
 report(results)
