@@ -28,10 +28,14 @@ CONFIG = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
     "optimizer": ADAMW,
 }
+KEEPS_ADAMW = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+KEEPS_ADAMW["zero_force_ds_cpu_optimizer"] = False
 FP32 = {
     "stage 2, offload, fp32": {"plugin": OFFLOAD, "schedule": "torch"},
     "stage 1, fp32": {"plugin": {**OFFLOAD, "zero_stage": 1, "offload_optimizer_device": "none"}},
     "stage 0, fp32": {"plugin": {"zero_stage": 0, "gradient_clipping": 0.5}},
+    # accelerate leaves the script's AdamW alone, and the engine runs it on the host.
+    "torch's AdamW on the host, fp32": {"plugin": {"hf_ds_config": KEEPS_ADAMW}},
     "dummies with a callable, fp32": {
         "plugin": {"hf_ds_config": CONFIG},
         "dummy": True,

@@ -35,7 +35,7 @@ def test_the_account_names_14_or_16_bytes_a_parameter_and_two_buckets(
 
 @pytest.mark.parametrize(("accumulation", "bytes_a_param"), [("1", 14), ("2", 16)])
 def test_the_machine_loses_what_the_account_says(reports, accumulation, bytes_a_param):
-    """Beside it only what does not grow with the model, measured: 17 to 61 MiB. Four bytes more would show."""
+    """Beside it only what does not grow with the model; 17 to 61 MiB were measured."""
     for report in reports:
         found = report[accumulation]
         arithmetic = bytes_a_param * found["numel"] // WORLD + 4 * EMBEDDING_NUMEL
