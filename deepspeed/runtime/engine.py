@@ -54,7 +54,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
     Lifetime: until `destroy`, after which the module is an ordinary one again.
 
     Args:
-        args: accepted for stock's signature.
+        args: may carry `device_rank`, the index of the device.
         model: the module; it is moved, cast and broadcast in place.
         optimizer: a torch optimizer over its parameters, or a callable that makes one.
         model_parameters: parameters or groups for an optimizer named in the configuration.
@@ -86,7 +86,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
-        self.device = training_device()
+        self.device = training_device(args)
         inner = choose_optimizer(optimizer, model_parameters, model, config)
         place_model(model, config, self.device, self._comm)
         self.module = model
