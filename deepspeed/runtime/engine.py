@@ -85,8 +85,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         self._config = config
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
+        self.device = training_device(args)  # first: whatever talks to other ranks does so from there
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
-        self.device = training_device(args)
         inner = choose_optimizer(optimizer, model_parameters, model, config)
         place_model(model, config, self.device, self._comm)
         self.module = model

@@ -55,8 +55,8 @@ def _device_of_local_rank(count: int) -> int:
     ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if ranks > count:  # seen by all ranks of the machine alike, so that none waits for the others
         raise ValueError(
-            f"LOCAL_RANK: expected at most {count} ranks on a machine with {count} devices, got {ranks}. Start "
-            "fewer (--num_gpus, --nproc_per_node), or let each rank see one device (CUDA_VISIBLE_DEVICES)."
+            f"LOCAL_RANK: expected at most {count} ranks on a machine with {count} devices, got {ranks}. "
+            "Start fewer (--num_gpus, --nproc_per_node), or let each rank see one device (CUDA_VISIBLE_DEVICES)."
         )
     return local_rank
 

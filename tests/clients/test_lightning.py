@@ -186,6 +186,6 @@ def test_stage_3_is_refused_on_every_rank_with_what_to_do(trained, strategy):
     for rank in trained:
         assert rank["refused"][strategy] == (
             "NotImplementedError: deepspeed.zero.Init: expected a feature of this package, got ZeRO stage 3, "
-            "which is not here. Set zero_optimization.stage to 2 or less; optimizer states go to the host with "
-            "offload_optimizer."
+            "which is not here. Set zero_optimization.stage to 2 or less; optimizer states go to the host "
+            "with offload_optimizer."
         )

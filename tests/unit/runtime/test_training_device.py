@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from deepspeed.runtime import engine_setup
 
@@ -29,13 +28,14 @@ def place(monkeypatch):
     """Call training_device on a machine with devices and a launcher's variables."""
 
     def call(count, args=None, **env):
-        monkeypatch.setattr(engine_setup, "get_accelerator", lambda devices=Devices(count): devices)
+        devices = Devices(count)
+        monkeypatch.setattr(engine_setup, "get_accelerator", lambda: devices)
         for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in env.items():
             monkeypatch.setenv(name, str(value))
         device = engine_setup.training_device(args)
-        assert device == torch.device(engine_setup.get_accelerator().current_device_name())
+        assert device.index == devices.current
         return device.index
 
     return call
