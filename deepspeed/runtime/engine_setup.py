@@ -56,7 +56,7 @@ def _device_of_local_rank(count: int) -> int:
     if ranks > count:  # seen by all ranks of the machine alike, so that none waits for the others
         raise ValueError(
             f"LOCAL_RANK: expected at most {count} ranks on a machine with {count} devices, got {ranks}. "
-            "Start fewer (--num_gpus, --nproc_per_node), or let each rank see one device (CUDA_VISIBLE_DEVICES)."
+            "Start fewer (--num_gpus, --nproc_per_node), or let each rank see one (CUDA_VISIBLE_DEVICES)."
         )
     return local_rank
 

@@ -40,7 +40,7 @@ def test_states_moved_to_the_host_free_the_device_and_come_back_exactly():
     states_nbytes = 16 * WIDTH * WIDTH  # fp32 master, gradient and two moments
     assert before - torch.cuda.memory_allocated() >= states_nbytes
     engine.reload_states()
-    assert torch.cuda.memory_allocated() >= before
+    assert abs(torch.cuda.memory_allocated() - before) < states_nbytes / 16
     train(engine, 2)
     train(reference, 2)
     assert torch.equal(engine.module.weight, reference.module.weight)

@@ -62,5 +62,5 @@ def test_more_ranks_than_devices_are_refused_on_every_rank(place, rank):
         place(2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3)
     assert str(error.value) == (
         "LOCAL_RANK: expected at most 2 ranks on a machine with 2 devices, got 3. Start fewer (--num_gpus, "
-        "--nproc_per_node), or let each rank see one device (CUDA_VISIBLE_DEVICES)."
+        "--nproc_per_node), or let each rank see one (CUDA_VISIBLE_DEVICES)."
     )
