@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_forms import accumulation_dtype, state_forms
 from deepspeed.runtime.lr_schedules import build_lr_scheduler
 from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
 from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
@@ -136,7 +137,7 @@ def choose_optimizer(
 def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings:
     """The ZeRO optimizer's settings from the configuration."""
     zero = config.zero_optimization
-    dtypes = config.data_types.grad_accum_dtype
+    accumulation = accumulation_dtype(config)
     return ZeroSettings(
         stage=int(zero.stage),
         device=device,
@@ -146,8 +147,10 @@ def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings
         allgather_bucket_numel=zero.allgather_bucket_numel,
         overlap_comm=zero.overlap_comm is not False,
         wire_dtype=config.communication_data_type,
-        keep_16bit_grads=config.gradient_accumulation_steps == 1 and dtypes != torch.float32,
-        fp32_accumulation=dtypes == torch.float32,
+        keep_16bit_grads=config.gradient_accumulation_steps == 1,
+        adds_separately=accumulation not in (None, config.dtype),
+        accumulation_dtype=accumulation,
+        forms=state_forms(config),
         gradient_clipping=config.gradient_clipping,
         skip_nonfinite=not config.bf16.enabled or config.bf16.check_grad_overflow,
         ignore_unused_parameters=zero.ignore_unused_parameters,
