@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.forms import Flat, StateForms
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_shard import HostShard
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
 from deepspeed.runtime.zero.staging import Downloader
 
@@ -195,6 +196,13 @@ class HostMaster:
         """Forget the gradients: the next contribution is the first of its step."""
         self.wait_grads()
         self._pieces.clear()
+
+    def move_to_host(self, kinds: Collection[OffloadStateTypeEnum]) -> bool:
+        """Nothing to move: all of it is on the host, and works from there."""
+        return False
+
+    def move_back(self) -> None:
+        """Nothing was moved."""
 
     def guard(self, gate: ChangeGate) -> bool:
         """Change nothing that a gate holds back; returns that it will be heeded."""

@@ -126,7 +126,7 @@ class HostShard:
 
     def release(self) -> None:
         """Return the memory to the system."""
-        self.param.data = torch.empty(0)
+        self.master = self.param.data = torch.empty(0)
         for buffer in self._buffers:
             buffer.release()
 
