@@ -21,7 +21,7 @@ from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
 from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
-from deepspeed.runtime.zero.parts import ZeroSettings
+from deepspeed.runtime.zero.parts import Accumulation, ZeroSettings
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 logger = logging.getLogger("DeepSpeed")
@@ -147,9 +147,11 @@ def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings
         allgather_bucket_numel=zero.allgather_bucket_numel,
         overlap_comm=zero.overlap_comm is not False,
         wire_dtype=config.communication_data_type,
-        keep_16bit_grads=config.gradient_accumulation_steps == 1,
-        adds_separately=accumulation not in (None, config.dtype),
-        accumulation_dtype=accumulation,
+        accumulation=Accumulation(
+            dtype=accumulation,
+            keeps_16bit=config.gradient_accumulation_steps == 1,
+            is_separate=accumulation not in (None, config.dtype),
+        ),
         forms=state_forms(config),
         gradient_clipping=config.gradient_clipping,
         skip_nonfinite=not config.bf16.enabled or config.bf16.check_grad_overflow,

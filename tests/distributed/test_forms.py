@@ -243,3 +243,34 @@ def _stocks_keys():
 
 def test_stocks_bf16_keys_take_the_same_bytes_without_the_loss():
     run_distributed(2, _stocks_keys)
+
+
+def _refused():
+    model = Net().bfloat16()
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    problems = []
+    for offload, keys in (
+        ({"optimizer_states": "int8"}, {}),
+        ({"master_weights": "bf16_residual"}, {}),
+        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}),
+    ):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", **offload}},
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            **keys,
+        }
+        with pytest.raises(ValueError) as caught:
+            deepspeed.initialize(model=model, optimizer=client, config=config)
+        problems.append(str(caught.value))
+    return problems
+
+
+def test_another_optimizer_than_our_adam_is_refused_by_key_on_every_rank():
+    for problems in run_distributed(2, _refused):
+        for problem, key in zip(
+            problems, ("optimizer_states", "master_weights", "grad_accum_dtype"), strict=True
+        ):
+            assert key in problem and "SGD" in problem and "Adam" in problem

@@ -38,6 +38,22 @@ _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of one step are added up.
+
+    Args:
+        dtype: in which they are kept and added on the host, whatever else; None: fp32, or as they arrived
+            while there is one.
+        keeps_16bit: without a dtype, a host gradient that arrives once a step stays as it arrived.
+        is_separate: micro-batches are never added in `param.grad`.
+    """
+
+    dtype: torch.dtype | None = None
+    keeps_16bit: bool = False
+    is_separate: bool = False
+
+
+@dataclass(frozen=True)
 class ZeroSettings:
     """Everything that the ZeRO optimizer needs to know from the configuration.
 
@@ -50,11 +66,8 @@ class ZeroSettings:
         allgather_bucket_numel: most elements gathered at once, over all ranks.
         overlap_comm: reduce one bucket while the next fills.
         wire_dtype: element type of gradients on the wire; None: the parameters'.
-        keep_16bit_grads: a host gradient that arrives once a step stays as it arrived.
-        accumulation_dtype: in which micro-batches are added on the host, whatever else; None: fp32, or as
-            they arrived while there is one.
+        accumulation: how gradients are added up.
         forms: what is kept in smaller forms on the host.
-        adds_separately: micro-batches are never added in `param.grad`.
         gradient_clipping: largest norm; 0 for none.
         skip_nonfinite: a step with a gradient that is not finite is skipped.
         ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
@@ -70,9 +83,7 @@ class ZeroSettings:
     allgather_bucket_numel: int = 1 << 26
     overlap_comm: bool = True
     wire_dtype: torch.dtype | None = None
-    keep_16bit_grads: bool = False
-    adds_separately: bool = False
-    accumulation_dtype: torch.dtype | None = None
+    accumulation: Accumulation = Accumulation()
     forms: StateForms = StateForms()
     gradient_clipping: float = 0.0
     skip_nonfinite: bool = True
@@ -87,7 +98,7 @@ class ZeroSettings:
 
     def reduces_every_pass(self, world: int) -> bool:
         """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
-        return self.stage >= 2 or world == 1 or self.adds_separately
+        return self.stage >= 2 or world == 1 or self.accumulation.is_separate
 
 
 class Master(Protocol):
@@ -304,7 +315,7 @@ def _host_settings(
         grad_threads = max(1, threads - max(1, threads // 8))
         step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    widens = settings.accumulation_dtype is None
+    widens = settings.accumulation.dtype is None
     return HostSettings(grad_dtype, grad_threads, step_threads, ledger, widens, settings.forms)
 
 
@@ -312,12 +323,16 @@ def _grad_dtype(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype
 ) -> torch.dtype:
     """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
-    if settings.accumulation_dtype is not None:
-        if settings.accumulation_dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
+    if settings.accumulation.dtype is not None:
+        if settings.accumulation.dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
             raise ValueError(
                 f"data_types.grad_accum_dtype: expected fp32 or null with {type(optimizer).__name__} on the "
-                f"host, got {settings.accumulation_dtype}. Use Adam or AdamW of the configuration."
+                f"host, got {settings.accumulation.dtype}. Use Adam or AdamW of the configuration."
             )
-        return settings.accumulation_dtype
-    keeps = settings.keep_16bit_grads and isinstance(optimizer, DeepSpeedCPUAdam) and wire_dtype.itemsize == 2
+        return settings.accumulation.dtype
+    keeps = (
+        settings.accumulation.keeps_16bit
+        and isinstance(optimizer, DeepSpeedCPUAdam)
+        and wire_dtype.itemsize == 2
+    )
     return wire_dtype if keeps else torch.float32
