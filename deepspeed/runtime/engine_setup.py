@@ -6,6 +6,7 @@ Place the model, choose optimizer, settings and schedule.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_forms import accumulation_dtype, state_forms
 from deepspeed.runtime.lr_schedules import build_lr_scheduler
 from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
 from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
@@ -27,9 +29,37 @@ logger = logging.getLogger("DeepSpeed")
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-def training_device() -> torch.device:
-    """Where this rank trains."""
-    return torch.device(get_accelerator().current_device_name())
+def training_device(args: Any = None) -> torch.device:
+    """Where this rank trains: the device of its local rank, which becomes the current one.
+
+    A rank that sees one device trains there, whatever its local rank.
+
+    Args:
+        args: its `device_rank`, if it has one, is the device's index, as Lightning passes it.
+
+    Raises:
+        ValueError: more ranks were started here than this machine has devices.
+
+    Source: the device that DeepSpeed 0.19.8 selects.
+    """
+    accelerator = get_accelerator()
+    index = getattr(args, "device_rank", None)
+    if index is None and accelerator.device_count() > 1 and "LOCAL_RANK" in os.environ:
+        index = _device_of_local_rank(accelerator.device_count())
+    if index is not None:
+        accelerator.set_device(index)
+    return torch.device(accelerator.current_device_name())
+
+
+def _device_of_local_rank(count: int) -> int:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if ranks > count:  # seen by all ranks of the machine alike, so that none waits for the others
+        raise ValueError(
+            f"LOCAL_RANK: expected at most {count} ranks on a machine with {count} devices, got {ranks}. "
+            "Start fewer (--num_gpus, --nproc_per_node), or let each rank see one (CUDA_VISIBLE_DEVICES)."
+        )
+    return local_rank
 
 
 def data_parallel_comm(mpu: Any) -> Comm:
@@ -107,7 +137,7 @@ def choose_optimizer(
 def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings:
     """The ZeRO optimizer's settings from the configuration."""
     zero = config.zero_optimization
-    dtypes = config.data_types.grad_accum_dtype
+    accumulation = accumulation_dtype(config)
     return ZeroSettings(
         stage=int(zero.stage),
         device=device,
@@ -117,8 +147,10 @@ def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings
         allgather_bucket_numel=zero.allgather_bucket_numel,
         overlap_comm=zero.overlap_comm is not False,
         wire_dtype=config.communication_data_type,
-        keep_16bit_grads=config.gradient_accumulation_steps == 1 and dtypes != torch.float32,
-        fp32_accumulation=dtypes == torch.float32,
+        keep_16bit_grads=config.gradient_accumulation_steps == 1,
+        adds_separately=accumulation not in (None, config.dtype),
+        accumulation_dtype=accumulation,
+        forms=state_forms(config),
         gradient_clipping=config.gradient_clipping,
         skip_nonfinite=not config.bf16.enabled or config.bf16.check_grad_overflow,
         ignore_unused_parameters=zero.ignore_unused_parameters,

@@ -31,6 +31,7 @@ LAUNCHERS = {
         *("-c", "from deepspeed.launcher.runner import main; main()"),
         *("--hostfile", "None", "--num_gpus", str(WORLD)),
     ],
+    "itself": [],  # the script starts the other rank, as Lightning's Trainer does
 }
 _LOG_TAIL_CHARS = 6000
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.clients.launching import clients, run_job
+from tests.clients.launching import LAUNCHERS, clients, run_job
 
 pytestmark = clients("accelerate")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("launcher", [name for name, command in LAUNCHERS.items() if command])
 def test_each_launcher_makes_one_world_of_two_ranks(launcher, tmp_path):
     flags = ["--multi_gpu"] if launcher == "accelerate" else []
     reports = run_job("hello_job.py", {"by": launcher}, tmp_path, launcher, flags).check()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
+from deepspeed.runtime.zero.forms import Flat
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 
 
@@ -39,15 +41,20 @@ class DeviceMaster:
         self._masters: list[torch.nn.Parameter] = []  # each [shard_numel] fp32, device
         self._grads: list[torch.Tensor] = []  # each [shard_numel] fp32, device
         self._arrived: set[tuple[int, int]] = set()  # (group, shard_start), this step
+        self._device = device
+        self._away: list[torch.Tensor] = []  # what `move_to_host` moved and `move_back` has not returned
+        self._copies: list[Callable[[torch.Tensor], None]] = []  # from the parameters to a master
         for layout, options in zip(groups, optimizer.param_groups, strict=True):
             master = torch.empty(layout.shard_numel(shard), dtype=torch.float32, device=device)
-            copy_to_shard(layout, shard, params, master)
+            # Without the tensor: it would live on in here when the master's is another one, or none.
+            self._copies.append(partial(copy_to_shard, layout, shard, params))
+            self._copies[-1](master)
             self._masters.append(torch.nn.Parameter(master))
             self._grads.append(torch.zeros_like(master))
             options["params"] = [self._masters[-1]]
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Flat]:
         """The flat fp32 masters, one a group, `[shard_numel]`."""
         return [master.data for master in self._masters]
 
@@ -101,11 +108,45 @@ class DeviceMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._masters), self._prepare_copy)
+        publish_all(publisher, len(self._masters), self._copy_target)
+
+    def refresh(self) -> None:
+        """Set the masters from the parameters' present values."""
+        for copy, master in zip(self._copies, self._masters, strict=True):
+            copy(master.data)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
         self._arrived.clear()
+
+    def move_to_host(self, kinds: Collection[OffloadStateTypeEnum]) -> bool:
+        """Give the device's memory to somebody else for a while.
+
+        Args:
+            kinds: what to move; gradients of either name are the shard's.
+
+        Returns:
+            True: nothing can be computed before `move_back`.
+        """
+        tensors: list[torch.Tensor] = []
+        if OffloadStateTypeEnum.hp_params in kinds:
+            tensors += self._masters
+        if not {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer}.isdisjoint(kinds):
+            tensors += self._grads
+        if OffloadStateTypeEnum.optim_states in kinds:
+            values = [value for state in self._optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                tensor.data = tensor.data.cpu()
+                self._away.append(tensor)
+        return True
+
+    def move_back(self) -> None:
+        """Return what `move_to_host` moved."""
+        for tensor in self._away:
+            tensor.data = tensor.data.to(self._device)
+        self._away.clear()
 
     def guard(self, gate: ChangeGate) -> bool:
         """Refuse: what is on the device is saved before training goes on."""
@@ -120,7 +161,8 @@ class DeviceMaster:
             self._optimizer.state.pop(master, None)
             master.data = torch.empty(0)
         self._grads.clear()
+        self._away.clear()
 
-    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
-        """Rounding a run of the master to the weight's dtype."""
-        return partial(target.out.copy_, self._masters[index].data[target.start : target.end])
+    def _copy_target(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        target.out.copy_(self._masters[index].data[target.start : target.end])
