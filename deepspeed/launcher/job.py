@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from deepspeed.launcher import devices
 from deepspeed.launcher.resources import Resources
@@ -111,5 +112,7 @@ class HostsJob:
     @classmethod
     def from_text(cls, text: str) -> HostsJob:
         """Return the job that ``to_text`` wrote."""
-        values = json.loads(base64.urlsafe_b64decode(text))
-        return cls(**{name: tuple(item) if isinstance(item, list) else item for name, item in values.items()})
+        values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+        for name in ("program", "script_args"):
+            values[name] = tuple(values[name])
+        return cls(**values)

@@ -23,6 +23,7 @@ _STOP_S = 10.0  # how long to look for the job's store
 _GRACE_S = 45.0  # the agent gives ranks 30 s to end
 _SSH_S = 30.0
 _LEAVE_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def check_program(launcher: str) -> None:

@@ -96,7 +96,7 @@ def _uses_launcher(options: argparse.Namespace, job: HostsJob) -> bool:
 def _check_flags(options: argparse.Namespace) -> None:
     if options.launcher.lower() not in LAUNCHERS:
         raise ValueError(
-            f"--launcher: expected one of {', '.join(LAUNCHERS)}, got {options.launcher!r}. Choose one of them."
+            f"--launcher: expected one of {', '.join(LAUNCHERS)}, got {options.launcher!r}. Use one of them."
         )
     if options.module and options.no_python:
         raise ValueError("--module: expected no --no_python beside it, got both. A module needs Python.")
@@ -139,8 +139,8 @@ def _check_node_rank(options: argparse.Namespace, hosts: Resources) -> None:
         )
     if options.node_rank >= count:
         raise ValueError(
-            f"--node_rank: expected 0 to {count - 1}, as the job has {count} hosts "
-            f"({', '.join(hosts)}), got {options.node_rank}. Name all hosts with --hostfile, or give --num_nodes."
+            f"--node_rank: expected 0 to {count - 1}, as the job has the hosts {', '.join(hosts)}, "
+            f"got {options.node_rank}. Name all hosts with --hostfile, or give --num_nodes."
         )
     if options.node_rank > 0 and not options.no_ssh:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +20,7 @@ _POLL_S = 0.5
 _SILENT_S = 60.0  # a host that gives no sign for so long is dead
 _LEAVE_S = 10.0  # how long host 0 keeps the store for the others to read the verdict
 _VERDICT = "exit_code"
-_STARTS_S = 900.0
+_MEET_S = 900.0  # how long hosts wait for host 0
 
 
 class HostWatch:
@@ -27,24 +28,26 @@ class HostWatch:
 
     Goal: a dead rank, launcher or machine ends the job everywhere, soon, with one exit code.
     Pattern: all hosts share the store of host 0, at the address where the ranks meet. The first failure
-    writes the verdict there; a thread on each host reads it and stops that host's ranks. Each thread counts up
-    a number of its own; host 0 takes one that stands still for dead, and a store that is gone is host 0's
+    writes the verdict there; a thread on each host reads it and stops that host's ranks. Each thread counts
+    up a number of its own; host 0 takes one that stands still for dead, and a store that is gone is host 0's
     death.
     Lifetime: from before the ranks start until `leave`.
 
     Args:
         job: the job of this host.
         silent_s: how long a host may give no sign.
+
+    Raises:
+        DistNetworkError: no host 0 at the address in time; on host 0, the port is taken.
     """
 
     def __init__(self, job: Job, silent_s: float = _SILENT_S) -> None:
         self._job = job
         self._silent_s = silent_s
         self._over = threading.Event()
-        self._store: dist.Store | None = None
         self.verdict: int | None = None  # exit code that this job ends with because of a failure
-        if job.node_rank == 0:  # before any other thread: the agent shares this server
-            self._store = _connect(job.master_addr, job.master_port, is_server=True)
+        # On host 0 a server, which the agent shares; the others wait for it.
+        self._store = _connect(job.master_addr, job.master_port, _MEET_S, is_server=job.node_rank == 0)
         self._thread = threading.Thread(target=self._run, name="host watch", daemon=True)
 
     def start(self) -> None:
@@ -57,7 +60,7 @@ class HostWatch:
         Returns:
             The exit code of the job's first failure: this one, unless another host was first.
         """
-        if self.verdict is None and self._store is not None:
+        if self.verdict is None:
             try:
                 first = self._store.compare_set(_VERDICT, "", str(exit_code))
                 self.verdict = int(first)
@@ -68,7 +71,7 @@ class HostWatch:
     def leave(self) -> None:
         """End the watch of this host; after a failure host 0 stays until the others have heard of it."""
         self._over.set()
-        if self._store is None or self.verdict is None:
+        if self.verdict is None:
             return
         deadline = time.monotonic() + _LEAVE_S
         try:
@@ -81,8 +84,6 @@ class HostWatch:
 
     def _run(self) -> None:
         try:
-            if self._store is None:
-                self._store = _connect(self._job.master_addr, self._job.master_port)
             seen: dict[int, tuple[int, float]] = {}
             while not self._over.wait(_POLL_S):
                 self._store.add(f"sign/{self._job.node_rank}", 1)
@@ -97,7 +98,6 @@ class HostWatch:
                 self._stop(1, f"host 0 at {self._job.master_addr} is gone ({type(error).__name__})")
 
     def _look_for_silent_hosts(self, seen: dict[int, tuple[int, float]]) -> None:
-        assert self._store is not None
         now = time.monotonic()
         for host in range(1, self._job.num_nodes):
             signs = self._store.add(f"sign/{host}", 0)
@@ -127,12 +127,14 @@ def stop_hosts(addr: str, port: int, exit_code: int, limit_s: float) -> None:
         limit_s: How long to try; a job that has not begun has no store.
     """
     try:
-        _connect(addr, port, limit_s=limit_s).compare_set(_VERDICT, "", str(exit_code))
+        _connect(addr, port, limit_s).compare_set(_VERDICT, "", str(exit_code))
     except (dist.DistError, RuntimeError):
         logger.debug("no store at %s:%d: the job has not begun, or has ended", addr, port)
 
 
-def _connect(addr: str, port: int, is_server: bool = False, limit_s: float = _STARTS_S) -> dist.Store:
+def _connect(addr: str, port: int, limit_s: float, is_server: bool = False) -> dist.Store:
+    if not is_server:
+        _wait_for_server(addr, port, limit_s)
     store = dist.TCPStore(
         addr,
         port,
@@ -142,3 +144,16 @@ def _connect(addr: str, port: int, is_server: bool = False, limit_s: float = _ST
         timeout=timedelta(seconds=limit_s),
     )
     return dist.PrefixStore("deepspeed_hosts", store)
+
+
+def _wait_for_server(addr: str, port: int, limit_s: float) -> None:
+    """Return when something listens: the store's own client writes a page of warnings for each refusal."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((addr, port), timeout=max(1.0, limit_s)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(f"no answer within {limit_s:g} s ({error})") from None
+            time.sleep(_POLL_S)

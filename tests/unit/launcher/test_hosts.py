@@ -1,6 +1,5 @@
 """The command lines that start a job on several hosts, and what each host makes of them."""
 
-import json
 import os
 import shlex
 import sys
@@ -96,7 +95,8 @@ def test_ssh_runs_one_client_a_host():
         ("impi", "mpirun -genv I_MPI_PIN 0 -n 2 -ppn 1 -hosts worker-0,worker-1 A B -genv PYTHONPATH HERE"),
         (
             "mvapich",
-            "mpirun -genv MV2_ENABLE_AFFINITY 0 -n 2 -ppn 1 -hosts worker-0,worker-1 A B -genv PYTHONPATH HERE",
+            "mpirun -genv MV2_ENABLE_AFFINITY 0 -n 2 -ppn 1 -hosts worker-0,worker-1 A B "
+            "-genv PYTHONPATH HERE",
         ),
         (
             "slurm",
@@ -132,9 +132,7 @@ def test_the_line_that_accelerate_builds_for_several_machines_is_understood():
         assert job.program[-2:] == ("-m", "pkg.train")
         assert (job.script_args, job.pass_local_rank) == (("--a",), False)
         assert {len(slots) for slots in job.hosts.values()} == {2}
-    _, job = plan(
-        "--node_rank", "1", "--no_ssh", "--num_gpus", "2", *ADDRESS, "--master_port", "0x"[:0] or "7", "t.py"
-    )
+    _, job = plan("--node_rank", "1", "--no_ssh", "--num_gpus", "2", *ADDRESS, "t.py")
     assert job.on_host(1).num_nodes == 2
 
 
@@ -241,4 +239,3 @@ def test_a_host_without_a_number_says_what_to_do():
 def test_the_job_survives_its_way_as_text():
     job = HostsJob({"a": [0, 2], "b": [1]}, ("python", "x y"), ("--a", "%n 'q'"), "h", 7, "logs", False)
     assert HostsJob.from_text(job.to_text()) == job
-    assert json.loads(json.dumps(job.to_text())) == job.to_text()
