@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.checkpoint.agreement import Agreement
 from deepspeed.runtime.checkpoint.engine_mixin import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -25,7 +26,9 @@ from deepspeed.runtime.engine_setup import (
     zero_settings,
 )
 from deepspeed.runtime.plain_backward import PlainBackward
+from deepspeed.runtime.reporting import RunReporter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 from deepspeed.version import __version__
 
 logger = logging.getLogger("DeepSpeed")
@@ -85,6 +88,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         self._config = config
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
+        self._reporter = RunReporter(config)
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
         self.device = training_device()
         inner = choose_optimizer(optimizer, model_parameters, model, config)
@@ -185,6 +189,20 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go; a script may write its own."""
+        return self._reporter.monitor
+
+    @property
+    def timers(self) -> SynchronizedWallClockTimer | NoopTimer:
+        """Timers of `wall_clock_breakdown`; without it, ones that do nothing."""
+        return self._reporter.timers
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the parts of each micro-batch are timed."""
+        return self._config.wall_clock_breakdown
+
     def memory_report(self) -> list[dict[str, Any]]:
         """Every host buffer that the engine owns: name, nbytes, pinned."""
         return (
@@ -197,7 +215,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
-        output = self.module(*args, **kwargs)
+        with self._reporter.part("fwd"):
+            output = self.module(*args, **kwargs)
         scales = self.gradient_accumulation_steps() > 1 or self._config.fp16.enabled
         if scales and self.optimizer is not None and torch.is_grad_enabled():
             return self._plain_backward.watch(output)
@@ -231,11 +250,15 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
                 "backward: expected a loss that depends on parameters that require grad, got a detached one: "
                 "no gradient would arrive. Compute it from the engine's output, outside torch.no_grad()."
             )
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            loss = loss / self.gradient_accumulation_steps()
+        accumulation = self.gradient_accumulation_steps()
+        self._reporter.saw_loss(loss if scale_wrt_gas else loss.detach() * accumulation)
+        if scale_wrt_gas and accumulation > 1:
+            loss = loss / accumulation
         with (
+            self._reporter.backward(),
             optimizer.backward_pass(self.is_gradient_accumulation_boundary()),
             self._plain_backward.inactive(),
+            self._reporter.backward_inner(),
         ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
         self._progress.backward_done = True
@@ -247,9 +270,17 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         Args:
             lr_kwargs: passed to the schedule's `step`.
         """
+        boundary = self.is_gradient_accumulation_boundary()
+        with self._reporter.part("step"):
+            self._end_micro_batch(boundary, lr_kwargs)
+        self._reporter.end_micro_step()
+        if boundary:
+            self._reporter.end_step(self.global_samples, self.get_lr(), self.cur_scale)
+            self._log_progress()
+
+    def _end_micro_batch(self, boundary: bool, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer = self._training_optimizer("step")
         progress = self._progress
-        boundary = self.is_gradient_accumulation_boundary()
         if not progress.backward_done:
             # The gradients come from loss.backward() without the engine and are still in param.grad.
             self._check_plain_backward()
@@ -263,7 +294,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             progress.global_samples += self.train_batch_size()
             if progress.step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._log_progress()
         progress.micro_steps += 1
         progress.backward_done = False
         self._plain_backward.end_micro_step()
@@ -368,6 +398,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             if config.gradient_clipping_is_default
             else "",
         )
+        if config.dump_state:
+            logger.info("configuration: %s", config.model_dump_json(indent=2, by_alias=True))
         for notice in config.notices:
             logger.warning(notice)
 

@@ -23,6 +23,7 @@ LAYERS = {
     "deepspeed.elasticity": 3,
     "deepspeed.module_inject": 3,
     "deepspeed.moe": 3,
+    "deepspeed.monitor": 4,
     "deepspeed.pipe": 3,
     "deepspeed.runtime.zero.config": 3,
     "deepspeed.runtime.zero.offload_config": 3,

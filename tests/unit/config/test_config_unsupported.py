@@ -61,8 +61,7 @@ SWITCHED_ON = [
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
-    ("wandb.enabled", {"wandb": {"enabled": True}}),
-    ("tensorboard.enabled", {"tensorboard": {"enabled": True, "output_path": "logs"}}),
+    ("comet.enabled", {"comet": {"enabled": True}}),
 ]
 
 SWITCHED_OFF = [
