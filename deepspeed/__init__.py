@@ -15,6 +15,7 @@ from deepspeed import accelerator, checkpointing, comm, module_inject, ops, runt
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import git_branch, git_hash
+from deepspeed.module_inject import tp_model_init
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, choose_config
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -43,6 +44,7 @@ __all__ = [
     "module_inject",
     "ops",
     "runtime",
+    "tp_model_init",
     "utils",
     "version",
     "zero",

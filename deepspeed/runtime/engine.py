@@ -15,6 +15,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.checkpoint.agreement import Agreement
 from deepspeed.runtime.checkpoint.engine_mixin import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine_settings import AbsentCalls, ConfigCalls
 from deepspeed.runtime.engine_setup import (
     cast_floats,
     choose_lr_scheduler,
@@ -29,6 +30,7 @@ from deepspeed.runtime.plain_backward import PlainBackward
 from deepspeed.runtime.reporting import RunReporter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+from deepspeed.utils.unsupported import refuse
 from deepspeed.version import __version__
 
 logger = logging.getLogger("DeepSpeed")
@@ -47,7 +49,7 @@ class Progress:
     step_applied: bool = False  # the last call of engine.step() changed the weights
 
 
-class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
+class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module):
     """Trains a module under DeepSpeed's API: `loss = engine(x); engine.backward(loss); engine.step()`.
 
     Goal: one object that behaves like the module and decides when a step is due.
@@ -120,11 +122,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             return getattr(self.module, name)
 
     @property
-    def config(self) -> Any:
-        """The configuration mapping as it was passed."""
-        return self._config.raw
-
-    @property
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
         return self._progress.global_steps
@@ -152,34 +149,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Norm of the last step's gradients over all ranks, before clipping; None before the first step."""
         return self.optimizer.grad_norm if self.optimizer is not None else None
 
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._config.zero_optimization.stage)
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch on one rank."""
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return self._config.gradient_accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        """Largest gradient norm; 0 for no clipping."""
-        return self._config.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model runs in fp16 with loss scaling."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model runs in bf16."""
-        return self._config.bf16.enabled
-
     @property
     def cur_scale(self) -> float:
         """The present loss scale."""
@@ -199,9 +168,10 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Timers of `wall_clock_breakdown`; without it, ones that do nothing."""
         return self._reporter.timers
 
-    def wall_clock_breakdown(self) -> bool:
-        """Whether the parts of each micro-batch are timed."""
-        return self._config.wall_clock_breakdown
+    def get_mom(self) -> list[Any]:
+        """Momentum, or Adam's betas, of each parameter group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("momentum", 0) or group.get("betas", 0) for group in groups]
 
     def memory_report(self) -> list[dict[str, Any]]:
         """Every host buffer that the engine owns: name, nbytes, pinned."""
@@ -329,10 +299,34 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         else:
             self.module.zero_grad(set_to_none)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Any:
-        """A data loader over this rank's part of a dataset."""
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A data loader over this rank's part of a dataset.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples a batch; by default those of a micro-batch.
+            route: accepted; every loader shuffles unless a sampler says otherwise.
+            pin_memory: batches are page-locked, for faster copies to a GPU.
+            data_sampler: in place of the one that gives each rank its part.
+            collate_fn: makes a batch of samples.
+            num_local_io_workers: processes that load; none by default.
+
+        Source: signature of DeepSpeed 0.19.8, which starts two workers a device and page-locks by default.
+        """
         from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
+        options: dict[str, Any] = {"pin_memory": pin_memory, "num_workers": num_local_io_workers or 0}
+        if data_sampler is not None:
+            options["sampler"] = data_sampler
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -340,14 +334,38 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             data_parallel_world_size=self._comm.world,
             collate_fn=collate_fn,
             drop_last=self._config.dataloader_drop_last,
+            **options,
         )
 
-    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
-        """Compile the module in place; parameter names stay as they are."""
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module in place; parameter names stay as they are.
+
+        Args:
+            backend: of torch.compile; its default by default.
+            compile_kwargs: more of torch.compile's arguments.
+            schedule: of DeepCompile's passes; refused.
+            compiled_autograd_enabled: refused when on.
+
+        Raises:
+            NotImplementedError: DeepCompile or compiled autograd is asked for.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            refuse("compile", "DeepCompile or compiled autograd", "Leave schedule and the switch out.")
         options = dict(compile_kwargs or {})
         if backend is not None:
             options["backend"] = backend
         self.module.compile(**options)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module was compiled, by this engine or before."""
+        return self.module._compiled_call_impl is not None
 
     def destroy(self) -> None:
         """Return every byte; the module stays usable as an ordinary one."""

@@ -44,6 +44,7 @@ LAYERS = {
     "deepspeed.runtime.zero.stage_1_and_2": 10,
     "deepspeed.runtime.checkpoint": 11,
     "deepspeed.runtime.engine": 12,
+    "deepspeed.runtime.engine_settings": 5,
     "deepspeed.runtime.engine_setup": 11,
     "deepspeed.zero": 7,
     "deepspeed.checkpointing": 7,
