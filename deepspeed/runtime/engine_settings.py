@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.unsupported import refuse
 
-__all__ = ["AbsentCalls", "ConfigCalls"]
+__all__ = ["AbsentCalls", "AbsentMoves", "ConfigCalls"]
 
 
 class ConfigCalls:
@@ -97,7 +97,23 @@ class ConfigCalls:
         return self._config.dump_state
 
 
-class AbsentCalls:
+class AbsentMoves:
+    """Moving states between device and host by hand; mixed into the engine and its optimizer."""
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Raise NotImplementedError."""
+        refuse(
+            "offload_states",
+            "moving states to the host between steps",
+            'Use "offload_optimizer": {"device": "cpu"}: then they live there.',
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Raise NotImplementedError."""
+        refuse("reload_states", "states that offload_states moved", "Leave both calls out.")
+
+
+class AbsentCalls(AbsentMoves):
     """Calls of stock that are not here: each says what to do instead; mixed into the engine."""
 
     def empty_partition_cache(self) -> None:
@@ -118,18 +134,6 @@ class AbsentCalls:
             f"another micro-batch size ({micro_batch_size}) for a running engine",
             "Feed batches of any size; the key only counts samples.",
         )
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Raise NotImplementedError."""
-        refuse(
-            "offload_states",
-            "moving states to the host between steps",
-            'Use "offload_optimizer": {"device": "cpu"}: then they live there.',
-        )
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Raise NotImplementedError."""
-        refuse("reload_states", "states that offload_states moved", "Leave both calls out.")
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         refuse("_zero3_consolidated_16bit_state_dict", "ZeRO stage 3", "Use engine.module.state_dict().")
