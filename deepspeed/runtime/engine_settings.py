@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.unsupported import refuse
 
-__all__ = ["AbsentCalls", "AbsentMoves", "ConfigCalls"]
+__all__ = ["AbsentCalls", "ConfigCalls"]
 
 
 class ConfigCalls:
@@ -97,27 +97,8 @@ class ConfigCalls:
         return self._config.dump_state
 
 
-class AbsentMoves:
-    """Moving states between device and host by hand; mixed into the engine and its optimizer."""
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Raise NotImplementedError."""
-        refuse(
-            "offload_states",
-            "moving states to the host between steps",
-            'Use "offload_optimizer": {"device": "cpu"}: then they live there.',
-        )
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Raise NotImplementedError."""
-        refuse("reload_states", "states that offload_states moved", "Leave both calls out.")
-
-
-class AbsentCalls(AbsentMoves):
+class AbsentCalls:
     """Calls of stock that are not here: each says what to do instead; mixed into the engine."""
-
-    def empty_partition_cache(self) -> None:
-        """Do nothing: below stage 3 no rank keeps parameters of others."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Raise NotImplementedError."""

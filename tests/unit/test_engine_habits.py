@@ -33,8 +33,6 @@ def test_the_configuration_is_told_under_stocks_names():
     [
         ("set_train_batch_size", (8,)),
         ("set_train_micro_batch_size", (8,)),
-        ("offload_states", ()),
-        ("reload_states", ()),
         ("_zero3_consolidated_16bit_state_dict", ()),
         ("_consolidated_16bit_state_dict", ()),
     ],

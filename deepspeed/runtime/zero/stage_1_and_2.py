@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine_settings import AbsentMoves
 from deepspeed.runtime.precision import LossScalerBase
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.buckets import GradReducer
@@ -62,7 +61,7 @@ class _Totals:
     unused: int  # parameters that saw none, summed over ranks
 
 
-class DeepSpeedZeroOptimizer(AbsentMoves, ZeROOptimizer):
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Shards the optimizer (stage 1) and the gradients (stage 2) over data-parallel ranks.
 
     Goal: each rank keeps the master weights and optimizer state of its shard only, on its device or, with
