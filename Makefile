@@ -4,14 +4,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PEER ?= .venv-peer
+CLIENTS ?= .venv-clients
 INSTALLED := $(VENV)/.installed
 # Installed first and exactly as pinned, so that a build of it on disk is taken, whatever else would ask for torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# Installed without its needs: ray, vllm and flash-attn, and one release of stock DeepSpeed.
+BARE_CLIENTS := $(shell sed -n 's/^ *"\(openrlhf==[^"]*\)".*/\1/p' pyproject.toml)
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 BENCHMARKS := $(wildcard benchmarks/host_step.py benchmarks/engine_step.py benchmarks/host_memory.py)
 
-.PHONY: demo test test-peer check bench sanitize torture format clean
+.PHONY: demo test test-peer test-clients check bench sanitize torture format clean
 
 demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
 	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
@@ -39,6 +42,9 @@ test-peer: $(INSTALLED)  ## exchange of checkpoints with stock DeepSpeed, in an 
 	@test ! -f $(PEER)/.installed || DS_STOCK_PYTHON=$(abspath $(PEER))/bin/python \
 		$(BIN)/python -m pytest -m compat tests/compat
 
+test-clients: $(CLIENTS)/.installed  ## transformers, accelerate, lightning, trl and others train on this package
+	DS_REQUIRE_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m clients tests/clients
+
 torture: $(INSTALLED)  ## 100 kills at random moments of a save: the last whole checkpoint loads
 	$(BIN)/python -m tests.torture.kill_during_save --kills 100
 
@@ -48,7 +54,7 @@ format: $(INSTALLED)  ## rewrite sources as check wants them
 	$(BIN)/clang-format -i $(CPP)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PEER) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml setup.py deepspeed/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -64,4 +70,11 @@ $(PEER)/.installed:
 	$(PYTHON) -m venv $(PEER)
 	$(PEER)/bin/python -m pip install --quiet $(TORCH) setuptools wheel ninja packaging psutil
 	DS_BUILD_OPS=0 $(PEER)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	touch $@
+
+$(CLIENTS)/.installed: pyproject.toml setup.py deepspeed/version.py
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet $(TORCH)
+	$(CLIENTS)/bin/python -m pip install --quiet --no-build-isolation --editable '.[dev,clients]'
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps $(BARE_CLIENTS)
 	touch $@

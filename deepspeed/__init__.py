@@ -69,7 +69,8 @@ def initialize(
     """Make an engine that trains a module.
 
     Args:
-        args: may carry `deepspeed_config`, the path of the configuration.
+        args: may carry `deepspeed_config`, the path of the configuration, and `device_rank`, the index of the
+            device; else it is the local rank's.
         model: the module; moved to this rank's device and cast to the configured dtype in place.
         optimizer: a torch optimizer over its parameters, or a callable that makes one; overrides the
             configuration's.

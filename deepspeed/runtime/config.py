@@ -126,7 +126,9 @@ def _check_together(values: Mapping[str, Any], world_size: int, problems: Proble
     """Check keys that are sound alone but contradict one another."""
     fp16, bf16 = values.get("fp16"), values.get("bf16")
     if fp16 is not None and bf16 is not None and fp16.enabled and bf16.enabled:
-        problems.fault("fp16.enabled, bf16.enabled", "at most one to be true", True, "Choose one precision.")
+        problems.fault(
+            "fp16.enabled, bf16.enabled", "at most one to be true", "both", "Choose one precision."
+        )
     data_parallel = values.get("data_parallel_size")
     if data_parallel not in (None, world_size):
         problems.fault(

@@ -32,6 +32,7 @@ _BOUNDARY = "Call engine.set_gradient_accumulation_boundary(True) before each ba
 _DTYPE = 'Use "bf16": {"enabled": true} or "fp16": {"enabled": true}.'
 _CAST = "Cast in the training script, after deepspeed.initialize."
 _NO_NVME = 'NVMe offload is not available here; use "cpu".'
+_NO_PARAM_NVME = 'NVMe offload is not available here; use "none".'
 
 
 def _is_nvme(value: Any) -> bool:
@@ -45,9 +46,7 @@ def _given(value: Any) -> bool:
 REFUSED_KEYS: tuple[Refusal, ...] = (
     Refusal("zero_optimization.stage", lambda stage: stage is ZeroStageEnum.weights, "0, 1 or 2", _STAGE_2),
     Refusal("zero_optimization.offload_optimizer.device", _is_nvme, '"none" or "cpu"', _NO_NVME),
-    Refusal(
-        "zero_optimization.offload_param.device", _is_nvme, '"none"', "NVMe offload is not available here."
-    ),
+    Refusal("zero_optimization.offload_param.device", _is_nvme, '"none"', _NO_PARAM_NVME),
     Refusal(
         "zero_optimization.offload_optimizer.ratio",
         lambda ratio: ratio != 1.0,

@@ -59,7 +59,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
     Lifetime: until `destroy`, after which the module is an ordinary one again.
 
     Args:
-        args: accepted for stock's signature.
+        args: may carry `device_rank`, the index of the device.
         model: the module; it is moved, cast and broadcast in place.
         optimizer: a torch optimizer over its parameters, or a callable that makes one.
         model_parameters: parameters or groups for an optimizer named in the configuration.
@@ -91,8 +91,8 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
         self._reporter = RunReporter(config)
+        self.device = training_device(args)  # first: whatever talks to other ranks does so from there
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
-        self.device = training_device()
         inner = choose_optimizer(optimizer, model_parameters, model, config)
         place_model(model, config, self.device, self._comm)
         self.module = model
@@ -366,6 +366,17 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
     def is_compiled(self) -> bool:
         """Whether the module was compiled, by this engine or before."""
         return self.module._compiled_call_impl is not None
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As `DeepSpeedZeroOptimizer.offload_states`: lend the device's memory to somebody else."""
+        self._training_optimizer("offload_states").offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` moved."""
+        self._training_optimizer("reload_states").reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: what ZeRO-3 would cache does not exist here."""
 
     def destroy(self) -> None:
         """Return every byte; the module stays usable as an ordinary one."""

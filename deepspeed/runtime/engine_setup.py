@@ -6,6 +6,7 @@ Place the model, choose optimizer, settings and schedule.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -27,9 +28,37 @@ logger = logging.getLogger("DeepSpeed")
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-def training_device() -> torch.device:
-    """Where this rank trains."""
-    return torch.device(get_accelerator().current_device_name())
+def training_device(args: Any = None) -> torch.device:
+    """Where this rank trains: the device of its local rank, which becomes the current one.
+
+    A rank that sees one device trains there, whatever its local rank.
+
+    Args:
+        args: its `device_rank`, if it has one, is the device's index, as Lightning passes it.
+
+    Raises:
+        ValueError: more ranks were started here than this machine has devices.
+
+    Source: the device that DeepSpeed 0.19.8 selects.
+    """
+    accelerator = get_accelerator()
+    index = getattr(args, "device_rank", None)
+    if index is None and accelerator.device_count() > 1 and "LOCAL_RANK" in os.environ:
+        index = _device_of_local_rank(accelerator.device_count())
+    if index is not None:
+        accelerator.set_device(index)
+    return torch.device(accelerator.current_device_name())
+
+
+def _device_of_local_rank(count: int) -> int:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if ranks > count:  # seen by all ranks of the machine alike, so that none waits for the others
+        raise ValueError(
+            f"LOCAL_RANK: expected at most {count} ranks on a machine with {count} devices, got {ranks}. "
+            "Start fewer (--num_gpus, --nproc_per_node), or let each rank see one (CUDA_VISIBLE_DEVICES)."
+        )
+    return local_rank
 
 
 def data_parallel_comm(mpu: Any) -> Comm:

@@ -9,13 +9,13 @@ holds them.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from deepspeed.runtime.named_class import construct
 from deepspeed.utils.logging import logger
 
 __all__ = [
@@ -40,10 +40,15 @@ def _per_group(value: float | Sequence[float], count: int, name: str) -> list[fl
     """Return one number per parameter group from a number or a sequence of them."""
     values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name}: expected 1 value per parameter group ({count}), got {len(values)}.")
+        raise ValueError(
+            f"{name}: expected 1 value per parameter group ({count}), got {len(values)}. "
+            "Give one number for all, or one for each."
+        )
     for number in values:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise ValueError(f"{name}: expected a number or one per parameter group, got {number!r}.")
+            raise ValueError(
+                f"{name}: expected a number or one per parameter group, got {number!r}. Correct it."
+            )
     return values
 
 
@@ -422,7 +427,7 @@ def build_lr_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> 
             Optimizer.
 
     Raises:
-        ValueError: No optimizer, an unknown name, an unknown or a missing parameter.
+        ValueError: No optimizer, an unknown name, an unknown or a missing parameter, a wrong value.
     """
     if optimizer is None:
         raise ValueError(
@@ -434,23 +439,7 @@ def build_lr_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> 
     if not isinstance(cls, type):
         raise ValueError(
             f"scheduler.type: expected one of {', '.join(VALID_LR_SCHEDULES)} or a class of "
-            f"torch.optim.lr_scheduler, got {name!r}."
+            f"torch.optim.lr_scheduler, got {name!r}. Pass other schedules to deepspeed.initialize as "
+            "lr_scheduler=."
         )
-    _check_params(cls, params)
-    schedule: Any = cls
-    return schedule(optimizer, **params)
-
-
-def _check_params(cls: type[Any], params: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(cls).parameters.values())[1:]
-    names = [parameter.name for parameter in known]
-    for key in params:
-        if key not in names:
-            raise ValueError(
-                f"scheduler.params.{key}: expected one of {', '.join(names)}, got an unknown key."
-            )
-    for parameter in known:
-        if parameter.default is parameter.empty and parameter.name not in params:
-            raise ValueError(
-                f"scheduler.params.{parameter.name}: expected a value for {cls.__name__}, got none."
-            )
+    return construct("scheduler", cls, optimizer, params)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.named_class import construct
 
 __all__ = ["build_optimizer", "check_client_optimizer", "check_elementwise", "whole_tensor_reason"]
 
@@ -104,8 +105,11 @@ def build_optimizer(
     """
     params = dict(params_dict)
     cls = _optimizer_class(name, params, offload, zero_enabled)
-    _check_params(cls, params)
-    return cls(list(param_groups), **params)
+    for key, remedy in _REFUSED_PARAMS.items():
+        if key in params:
+            raise ValueError(f"optimizer.params.{key}: expected no such key, got {params[key]!r}. {remedy}")
+    optimizer: torch.optim.Optimizer = construct("optimizer", cls, list(param_groups), params)
+    return optimizer
 
 
 def _optimizer_class(name: str, params: dict[str, Any], offload: bool, zero_enabled: bool) -> type:
@@ -136,6 +140,12 @@ def _optimizer_class(name: str, params: dict[str, Any], offload: bool, zero_enab
 def _adam_class(lowered: str, params: dict[str, Any], offload: bool) -> type:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+    for switch in ("adam_w_mode", "torch_adam"):
+        if params.get(switch, False) not in (True, False):
+            raise ValueError(
+                f"optimizer.params.{switch}: expected true or false, got {params[switch]!r}. "
+                "Correct the value, or leave the key out for its default."
+            )
     decoupled = params.pop("adam_w_mode", True) or lowered == "adamw"
     if params.pop("torch_adam", False):
         return torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -152,20 +162,6 @@ def _torch_classes() -> dict[str, type]:
         and issubclass(cls, torch.optim.Optimizer)
         and cls is not torch.optim.Optimizer
     }
-
-
-def _check_params(cls: type, params: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(cls).parameters)[1:]
-    for key in params:
-        if key in _REFUSED_PARAMS:
-            raise ValueError(
-                f"optimizer.params.{key}: expected no such key, got {params[key]!r}. {_REFUSED_PARAMS[key]}"
-            )
-        if key not in known:
-            raise ValueError(
-                f"optimizer.params.{key}: expected a parameter of {cls.__name__} ({', '.join(known)}), "
-                "got an unknown key."
-            )
 
 
 def _refusal(key: str, name: str, reason: str) -> str:

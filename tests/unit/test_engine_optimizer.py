@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from tests.small_engine import CASES, ds_config, full_weights, make_engine, run_micro_batch
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -175,3 +176,46 @@ def test_torch_schedules_do_not_complain_about_the_order_of_steps(case, recwarn)
     run_micro_batch(engine, torch.ones(NUMEL))
     assert engine.get_lr()[0] == pytest.approx(0.01)
     assert not [str(warning.message) for warning in recwarn if "lr_scheduler.step()" in str(warning.message)]
+
+
+STATES = [
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.contiguous_grad_buffer,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_grads,
+]
+
+
+@EVERY_CASE
+def test_states_moved_to_the_host_and_back_train_on_as_if_never_moved(case):
+    """OpenRLHF's sleep. With offload the states are on the host and the calls change nothing."""
+    engine, reference = make_engine(case.config(), NUMEL), make_engine(case.config(), NUMEL)
+    for index in range(3):
+        for one in (engine, reference):
+            run_micro_batch(one, torch.linspace(-1, 1, NUMEL) * (index + 1))
+        loss = engine(torch.ones(NUMEL))
+        engine.optimizer.offload_states(include=STATES, device=OffloadDeviceEnum.cpu, non_blocking=True)
+        if not case.offload:
+            with pytest.raises(
+                RuntimeError, match=r"^backward: expected .* Call engine.reload_states\(\) first."
+            ):
+                engine.backward(loss)
+            with pytest.raises(
+                RuntimeError, match=r"^step: expected .* Call engine.reload_states\(\) first."
+            ):
+                engine.optimizer.step()
+        engine.empty_partition_cache()
+        engine.reload_states(non_blocking=True)
+    engine.offload_states()
+    engine.reload_states()
+    assert full_weights(engine) == full_weights(reference)
+
+
+def test_states_that_cannot_be_moved_are_refused():
+    engine = make_engine(ds_config(), NUMEL)
+    with pytest.raises(
+        NotImplementedError, match=r"^include: expected states of the optimizer, got lp_params"
+    ):
+        engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
+    with pytest.raises(ValueError, match=r'^device: expected "cpu", got "nvme"'):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)

@@ -12,7 +12,8 @@ import deepspeed
 
 # Module -> names, from the clients' own sources.
 SURFACE = {
-    "deepspeed": "initialize init_distributed DeepSpeedEngine __version__ version zero comm checkpointing",
+    "deepspeed": "initialize init_distributed DeepSpeedEngine __version__ version zero comm checkpointing "
+    "tp_model_init",
     "deepspeed.comm": "is_initialized init_distributed get_rank get_world_size barrier all_reduce broadcast",
     "deepspeed.zero": "Init GatheredParameters register_external_parameter",
     "deepspeed.checkpointing": "configure checkpoint is_configured reset",
@@ -157,7 +158,7 @@ def _refused():
         "UlyssesSPAttentionHF": lambda: UlyssesSPAttentionHF.register_with_transformers("model"),
         "UlyssesSPDataLoaderAdapter": lambda: UlyssesSPDataLoaderAdapter(None),
         "GatherReplacedLayerParams": lambda: GatherReplacedLayerParams([split.weight], split),
-        "tp_model_init": lambda: deepspeed.module_inject.tp_model_init(split, 2, torch.float16),
+        "tp_model_init": lambda: deepspeed.tp_model_init(split, 2, torch.float16),
         "compute_elastic_config": lambda: importlib.import_module(
             "deepspeed.elasticity"
         ).compute_elastic_config({}, "0"),
@@ -174,7 +175,7 @@ def test_what_is_not_here_refuses_at_use_and_says_what_to_do(name):
 
 def test_a_tensor_parallel_size_of_1_is_the_model_itself():
     model = torch.nn.Linear(1, 1)
-    assert deepspeed.module_inject.tp_model_init(model=model, tp_size=1, dtype=torch.float16) is model
+    assert deepspeed.tp_model_init(model=model, tp_size=1, dtype=torch.float16) is model
 
 
 def test_groups_of_other_parallelisms_have_one_rank():

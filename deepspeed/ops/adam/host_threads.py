@@ -7,8 +7,9 @@ def host_threads() -> int:
     """Returns the number of threads for the host kernels of this process.
 
     The user's number if there is one: DS_HOST_THREADS, else OMP_NUM_THREADS. torchrun sets OMP_NUM_THREADS=1
-    for each of several local ranks; that is not the user's word. Without one, the cores that this process may
-    run on, divided by the ranks of this node, at least 1.
+    for each of several local ranks; that is not the user's word. Without one, the cores that SLURM gives each
+    task, if ranks are tasks; else those that this process may run on, divided by the ranks of this node, at
+    least 1.
 
     Raises:
         ValueError: a number that is not 1 or more.
@@ -21,7 +22,16 @@ def host_threads() -> int:
     openmp = _positive("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
     if openmp is not None and not (openmp == 1 and local_ranks > 1):
         return openmp
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    cores = len(os.sched_getaffinity(0))
+    # A task may be bound to its share of the cores, which is not to be divided again.
+    share = _positive("SLURM_CPUS_PER_TASK") if _is_slurm_task() else None
+    return min(share, cores) if share is not None else max(1, cores // local_ranks)
+
+
+def _is_slurm_task() -> bool:
+    """Whether srun started this very rank, and not torchrun under it."""
+    rank = os.environ.get("SLURM_PROCID")
+    return rank is not None and rank == os.environ.get("RANK") and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _positive(name: str, text: str | None = None) -> int | None:

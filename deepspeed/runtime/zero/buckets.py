@@ -30,9 +30,9 @@ class BucketPhase(Enum):
 class GradBucket:
     """One bucket of the plan through its round: mark_ready, launch, wait, reset.
 
-    Goal: a gradient is copied once, into its fixed place, and its own tensor is freed at once, so that the
-    unreduced gradients of a whole model never exist together.
-    Lifetime: the flat buffer exists from the first arrival until the owner's slice has been handed on.
+    Goal: a gradient is copied once, into its fixed place, and its own tensor is freed, so that the unreduced
+    gradients of a whole model never exist together.
+    Lifetime: the flat buffer exists from the first gradient taken until the owner's slice has been handed on.
     Memory: `plan.numel` elements of the communication dtype while in flight, nothing otherwise.
 
     Args:
@@ -170,6 +170,10 @@ class GradReducer:
     sequence of collectives does not. A gradient that arrives after its bucket was launched stays in
     `param.grad` and goes into the next round.
 
+    Only the next bucket to launch has a buffer, and those in flight: a gradient that arrives before its
+    bucket's turn waits in `param.grad`, where it takes its own size. A layer whose norms come last in the
+    backward pass but first in the plan would else hold a buffer for each of its matrices.
+
     Args:
         plans: the buckets in launch order.
         params: parameters by `slot.index`.
@@ -199,6 +203,7 @@ class GradReducer:
         self._buckets = [GradBucket(plan, pool) for plan in plans]
         self._bucket_of = {slot.index: bucket for bucket in self._buckets for slot in bucket.plan.slots}
         self._next = 0  # first bucket of the round that is not launched
+        self._waiting: set[int] = set()  # slot.index of gradients that arrived before their bucket's turn
         self._in_flight: deque[GradBucket] = deque()
         self._hooks = [
             params[slot.index].register_post_accumulate_grad_hook(_Hook(weakref.ref(self), slot))
@@ -215,6 +220,7 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.reset()
         self._next = 0
+        self._waiting.clear()
         self.rounds += 1
 
     def begin_step(self) -> None:
@@ -241,9 +247,21 @@ class GradReducer:
         bucket = self._bucket_of[slot.index]
         if not self.armed or bucket.phase is not BucketPhase.COLLECTING:
             return
+        if bucket is not self._buckets[self._next]:
+            self._waiting.add(slot.index)
+            return
         self._take(bucket, slot)
         while self._next < len(self._buckets) and self._buckets[self._next].complete:
             self._launch_next()
+            self._take_waiting()
+
+    def _take_waiting(self) -> None:
+        """Move to the bucket whose turn has come what arrived for it earlier."""
+        if self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            for slot in bucket.plan.slots:
+                if slot.index in self._waiting:
+                    self._take(bucket, slot)
 
     def _take(self, bucket: GradBucket, slot: ParamSlot) -> None:
         """Move a parameter's gradient, if there is one, into its bucket."""

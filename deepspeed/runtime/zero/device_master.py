@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 
 
@@ -39,6 +40,8 @@ class DeviceMaster:
         self._masters: list[torch.nn.Parameter] = []  # each [shard_numel] fp32, device
         self._grads: list[torch.Tensor] = []  # each [shard_numel] fp32, device
         self._arrived: set[tuple[int, int]] = set()  # (group, shard_start), this step
+        self._device = device
+        self._away: list[torch.Tensor] = []  # what `move_to_host` moved and `move_back` has not returned
         for layout, options in zip(groups, optimizer.param_groups, strict=True):
             master = torch.empty(layout.shard_numel(shard), dtype=torch.float32, device=device)
             copy_to_shard(layout, shard, params, master)
@@ -107,6 +110,35 @@ class DeviceMaster:
         """Forget the gradients: the next contribution is the first of its step."""
         self._arrived.clear()
 
+    def move_to_host(self, kinds: Collection[OffloadStateTypeEnum]) -> bool:
+        """Give the device's memory to somebody else for a while.
+
+        Args:
+            kinds: what to move; gradients of either name are the shard's.
+
+        Returns:
+            True: nothing can be computed before `move_back`.
+        """
+        tensors: list[torch.Tensor] = []
+        if OffloadStateTypeEnum.hp_params in kinds:
+            tensors += self._masters
+        if not {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer}.isdisjoint(kinds):
+            tensors += self._grads
+        if OffloadStateTypeEnum.optim_states in kinds:
+            values = [value for state in self._optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                tensor.data = tensor.data.cpu()
+                self._away.append(tensor)
+        return True
+
+    def move_back(self) -> None:
+        """Return what `move_to_host` moved."""
+        for tensor in self._away:
+            tensor.data = tensor.data.to(self._device)
+        self._away.clear()
+
     def guard(self, gate: ChangeGate) -> bool:
         """Refuse: what is on the device is saved before training goes on."""
         return False
@@ -120,6 +152,7 @@ class DeviceMaster:
             self._optimizer.state.pop(master, None)
             master.data = torch.empty(0)
         self._grads.clear()
+        self._away.clear()
 
     def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
         """Rounding a run of the master to the weight's dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
 from deepspeed.runtime.zero.staging import Downloader
 
@@ -189,6 +190,13 @@ class HostMaster:
         """Forget the gradients: the next contribution is the first of its step."""
         self.wait_grads()
         self._pieces.clear()
+
+    def move_to_host(self, kinds: Collection[OffloadStateTypeEnum]) -> bool:
+        """Nothing to move: all of it is on the host, and works from there."""
+        return False
+
+    def move_back(self) -> None:
+        """Nothing was moved."""
 
     def guard(self, gate: ChangeGate) -> bool:
         """Change nothing that a gate holds back; returns that it will be heeded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
 from deepspeed.runtime.zero.inner_state import adopt_state
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
 
@@ -100,6 +101,10 @@ class Master(Protocol):
     def publish(self, publisher: Publisher) -> None: ...
 
     def clear_grads(self) -> None: ...
+
+    def move_to_host(self, kinds: Collection[OffloadStateTypeEnum]) -> bool: ...
+
+    def move_back(self) -> None: ...
 
     def guard(self, gate: ChangeGate) -> bool: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.param_access import ParamAccess
 from deepspeed.runtime.zero.parts import ZeroParts, ZeroSettings, build_parts
 
@@ -49,6 +50,7 @@ class StepStatus:
     overflow: bool = False  # the last step was skipped because a gradient was not finite
     grad_norm: float | None = None  # of the last step: over all ranks, unscaled, before clipping
     skipped_steps: int = 0
+    states_away: bool = False  # between offload_states and reload_states
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         Args:
             is_boundary: whether the step follows.
         """
+        self._check_states_are_here("backward")
         reducer = self._parts.reducer
         reducer.armed = self._settings.reduces_every_pass(self._comm.world) or is_boundary
         try:
@@ -245,6 +248,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise NotImplementedError("step: expected no closure, got one. Call backward first, then step().")
+        self._check_states_are_here("step")
         totals = self._collect()
         factor = self._decide(totals)
         self._apply(factor)
@@ -323,6 +327,55 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 self._status.grad_norm,
                 self.loss_scale,
                 self._status.skipped_steps,
+            )
+
+    # -- lending the device's memory to somebody else ------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to the host until `reload_states`; with offload they are there anyway.
+
+        Args:
+            include: what to move, by default all but the weights, which stay where the module needs them.
+            device: "cpu".
+            pin_memory: no effect: the host memory is never page-locked.
+            non_blocking: no effect: the memory is free on return.
+
+        Raises:
+            NotImplementedError: `include` names the weights.
+            ValueError: another device.
+
+        Source: arguments of DeepSpeed 0.19.8.
+        """
+        if device != OffloadDeviceEnum.cpu:
+            raise ValueError(
+                f'device: expected "cpu", got "{OffloadDeviceEnum(device).value}". Leave it out.'
+            )
+        kinds = (
+            set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params} if include is None else set(include)
+        )
+        if OffloadStateTypeEnum.lp_params in kinds:
+            raise NotImplementedError(
+                "include: expected states of the optimizer, got lp_params. Leave it out, and move the module "
+                "itself with .to() when nobody trains it."
+            )
+        self._status.states_away = self._parts.master.move_to_host(kinds)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` moved."""
+        self._parts.master.move_back()
+        self._status.states_away = False
+
+    def _check_states_are_here(self, call: str) -> None:
+        if self._status.states_away:
+            raise RuntimeError(
+                f"{call}: expected the optimizer's states on the device, got them moved to the host by "
+                "offload_states. Call engine.reload_states() first."
             )
 
     # -- torch's optimizer surface -------------------------------------------------------------------------

@@ -6,6 +6,15 @@ import pytest
 
 from deepspeed.ops.adam import host_threads
 
+# One of four tasks of a node that srun started with 6 cores for each; and torchrun's ranks under one task.
+SLURM_TASK = {"SLURM_PROCID": "2", "RANK": "2", "LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_PER_TASK": "6"}
+TORCHRUN_IN_SLURM = {
+    **SLURM_TASK,
+    "SLURM_CPUS_PER_TASK": "12",
+    "TORCHELASTIC_RUN_ID": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
 
 @pytest.mark.parametrize(
     ("environment", "cores", "expected"),
@@ -19,10 +28,16 @@ from deepspeed.ops.adam import host_threads
         ({"OMP_NUM_THREADS": "6,2", "LOCAL_WORLD_SIZE": "4"}, 16, 6),
         ({"OMP_NUM_THREADS": "6", "DS_HOST_THREADS": "3"}, 16, 3),
         ({"DS_HOST_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 16, 1),
+        (SLURM_TASK, 6, 6),
+        (SLURM_TASK, 24, 6),
+        ({**SLURM_TASK, "DS_HOST_THREADS": "2"}, 24, 2),
+        ({**SLURM_TASK, "SLURM_CPUS_PER_TASK": ""}, 24, 6),
+        (TORCHRUN_IN_SLURM, 24, 6),
+        ({**TORCHRUN_IN_SLURM, "SLURM_PROCID": "0"}, 24, 6),
     ],
 )
 def test_number_of_threads(environment, cores, expected, monkeypatch):
-    for name in ("DS_HOST_THREADS", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+    for name in ("DS_HOST_THREADS", "OMP_NUM_THREADS", "RANK", *TORCHRUN_IN_SLURM):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -161,7 +161,7 @@ def test_schedules_by_name():
     [
         ("Warmup", {}, "scheduler.type: expected one of LRRangeTest"),
         ("EPOCH_DEPRECATION_WARNING", {}, "scheduler.type: expected one of LRRangeTest"),
-        ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps: expected one of warmup_min_lr"),
+        ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps: expected a parameter of WarmupLR"),
         (
             "WarmupDecayLR",
             {},

@@ -95,10 +95,13 @@ def test_a_complete_bucket_waits_for_those_before_it_and_no_longer(monkeypatch):
     assert len(world.launches) == 3
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("overlap", "in_flight"), [(True, 1), (False, 0)])
-def test_no_more_buckets_than_allowed_are_in_flight(monkeypatch, overlap, in_flight):
+def test_no_more_buckets_than_allowed_have_a_buffer_whatever_order_gradients_arrive_in(
+    monkeypatch, overlap, in_flight, order
+):
     world = World(monkeypatch, overlap=overlap)
-    for index in (3, 2, 1, 0):
+    for index in order:
         world.arrive(index, 1.0)
         kinds = [kind for kind, _ in world.log]
         assert kinds.count("launch") - kinds.count("wait") <= in_flight
@@ -107,10 +110,15 @@ def test_no_more_buckets_than_allowed_are_in_flight(monkeypatch, overlap, in_fli
     assert len(list(world.ledger)) == 1 + in_flight
 
 
-def test_a_gradient_leaves_its_parameter_at_once(monkeypatch):
+def test_a_gradient_leaves_its_parameter_at_once_if_its_bucket_is_next_else_at_its_turn(monkeypatch):
     world = World(monkeypatch)
-    world.arrive(0, 1.0)  # in the last bucket: nothing can be launched yet
-    assert world.params[0].grad is None
+    world.arrive(0, 1.0)  # in the last bucket
+    world.arrive(3, 1.0)  # in the first
+    assert world.params[0].grad is not None and world.params[3].grad is None
+    assert world.reducer.pending_count() == 2
+    world.arrive(1, 1.0)
+    world.arrive(2, 1.0)
+    assert world.params[0].grad is None, "without a flush"
 
 
 def test_gradients_that_arrive_before_their_bucket_is_launched_add_up(monkeypatch):
