@@ -37,11 +37,11 @@ TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accu
 HEAD = """# Every key of the configuration
 
 Made from the code by `python -m tests.unit.config_table`, and compared with it by a test. A key that is not
-here is an error that names the nearest one. `"auto"`, which transformers and accelerate fill in, is the default
-in the sizes of `zero_optimization` and an error elsewhere.
+here is an error that names the nearest one. `"auto"`, which transformers and accelerate fill in, is the
+default in the sizes of `zero_optimization` and an error elsewhere.
 
 - **works**: as in DeepSpeed 0.19.8.
-- **no effect**: any valid value is accepted; there is nothing here for it to change. *Told*: in the log, once.
+- **no effect**: any valid value is accepted; there is nothing for it to change. *Told*: in the log, once.
 - **refused**: at `initialize`, on every rank, by its full path, before anything is communicated.
 
 | key | default | |
