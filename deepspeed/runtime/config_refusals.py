@@ -28,7 +28,6 @@ _STAGE_2 = (
 )
 _ZERO_PP = "ZeRO++ belongs to stage 3; leave the key out."
 _MONITOR = "Use csv_monitor, tensorboard or wandb."
-_BOUNDARY = "Call engine.set_gradient_accumulation_boundary(True) before each backward that a step follows."
 _DTYPE = 'Use "bf16": {"enabled": true} or "fp16": {"enabled": true}.'
 _CAST = "Cast in the training script, after deepspeed.initialize."
 _NO_NVME = 'NVMe offload is not available here; use "cpu".'
@@ -93,7 +92,6 @@ REFUSED_KEYS: tuple[Refusal, ...] = (
         '"mean"',
         "Multiply the loss by the world size for a sum.",
     ),
-    Refusal("managed_gradient_accumulation", lambda on: not on, "true", _BOUNDARY),
     Refusal("use_data_before_expert_parallelism", bool, "false", "Expert parallelism is not available here."),
     Refusal(
         "sequence_parallel_size", lambda size: size > 1, "1", "Sequence parallelism is not available here."

@@ -59,7 +59,7 @@ class BatchKeys(Section):
     train_batch_size: samples a step, over all ranks. train_micro_batch_size_per_gpu: samples a forward.
     gradient_accumulation_steps: forwards a step.
     dataloader_drop_last: the built-in loader leaves out a short last batch.
-    managed_gradient_accumulation: the engine counts micro-batches itself; false is refused.
+    managed_gradient_accumulation: the engine counts micro-batches itself; false: every step() steps.
     """
 
     train_batch_size: PositiveCount

@@ -44,7 +44,7 @@ class Progress:
     global_samples: int = 0
     micro_steps: int = 0  # calls of engine.step()
     boundary: bool | None = None  # what set_gradient_accumulation_boundary said last; None: the engine counts
-    backward_done: bool = False  # engine.backward() ran since the last engine.step()
+    backwards: int = 0  # calls of engine.backward() since the last engine.step()
     no_sync_warned: bool = False
     step_applied: bool = False  # the last call of engine.step() changed the weights
 
@@ -231,7 +231,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
             self._reporter.backward_inner(),
         ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
-        self._progress.backward_done = True
+        self._progress.backwards += 1
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -240,7 +240,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         Args:
             lr_kwargs: passed to the schedule's `step`.
         """
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         with self._reporter.part("step"):
             self._end_micro_batch(boundary, lr_kwargs)
         self._reporter.end_micro_step()
@@ -251,9 +251,10 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
     def _end_micro_batch(self, boundary: bool, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer = self._training_optimizer("step")
         progress = self._progress
-        if not progress.backward_done:
+        if not progress.backwards:
             # The gradients come from loss.backward() without the engine and are still in param.grad.
             self._check_plain_backward()
+        if not progress.backwards or not self.managed_gradient_accumulation():
             with optimizer.backward_pass(boundary):
                 pass
         progress.step_applied = False
@@ -261,21 +262,35 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
             optimizer.step()
             progress.step_applied = not optimizer.overflow
             progress.global_steps += 1
-            progress.global_samples += self.train_batch_size()
+            progress.global_samples += self._samples_of_step()
             if progress.step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         progress.micro_steps += 1
-        progress.backward_done = False
+        progress.backwards = 0
         self._plain_backward.end_micro_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` steps the optimizer."""
+        """Whether the next `step` steps the optimizer by the engine's count.
+
+        Without `managed_gradient_accumulation` there is no count: every `step` does, and this is False.
+        """
         if self._progress.boundary is not None:
             return self._progress.boundary
+        if not self.managed_gradient_accumulation():
+            return False
         return (self._progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide from now on, instead of the engine's count, whether `step` steps the optimizer."""
+        """Decide from now on, instead of the engine's count, whether `step` steps the optimizer.
+
+        Raises:
+            RuntimeError: `managed_gradient_accumulation` is false: `step` itself is the boundary.
+        """
+        if not self.managed_gradient_accumulation():
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary: expected managed_gradient_accumulation to be true, got "
+                "false, with which every step() is a boundary. Call step() only where one is due."
+            )
         self._progress.boundary = is_boundary
 
     @contextmanager
@@ -387,6 +402,11 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         self.lr_scheduler = None
 
     # -- inner ---------------------------------------------------------------------------------------------
+
+    def _samples_of_step(self) -> int:
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self._progress.backwards * self.train_micro_batch_size_per_gpu() * self._comm.world
 
     def _training_optimizer(self, call: str) -> DeepSpeedZeroOptimizer:
         if self.optimizer is None:

@@ -52,6 +52,10 @@ class ConfigCalls:
         """Micro-batches of one optimizer step."""
         return self._config.gradient_accumulation_steps
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; otherwise every `step` steps the optimizer."""
+        return self._config.managed_gradient_accumulation
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
         return (

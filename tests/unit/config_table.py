@@ -26,6 +26,7 @@ BY_HAND = {
     "prescale_gradients": "works: the mean is taken so that no sum can overflow, with any value",
     "gradient_predivide_factor": "works: the mean is taken so that no sum can overflow, with any value",
     "checkpoint.tag_validation": "no effect: tags that differ between ranks are always an error",
+    "managed_gradient_accumulation": "works",
     "data_parallel_size": "works: must be the number of data-parallel ranks",
     "activation_checkpointing.cpu_checkpointing": "works in a model that calls `deepspeed.checkpointing`",
     "timers.throughput.enabled": "no effect",

@@ -57,7 +57,6 @@ SWITCHED_ON = [
     ("zero_optimization.legacy_stage1", {"zero_optimization": {"stage": 1, "legacy_stage1": True}}),
     ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
-    ("managed_gradient_accumulation", {"managed_gradient_accumulation": False}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
