@@ -1,1 +1,1 @@
-"""The ``deepspeed`` command: one node, on torch.distributed's elastic agent."""
+"""The ``deepspeed`` command: ranks of one host or many, on torch.distributed's elastic agent."""

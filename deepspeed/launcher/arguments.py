@@ -14,8 +14,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser. Source: flags of the ``deepspeed`` command, DeepSpeed 0.19.8."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
-        description="Runs a training script once per device of this machine, under torch.distributed. "
-        "A machine without accelerators runs 1 process unless --num_gpus says more.",
+        description="Runs a training script once per device of one host or of several, under "
+        "torch.distributed. A host without accelerators runs 1 process unless --num_gpus says more.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_devices(parser)
@@ -51,7 +51,7 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
         help="devices to use: HOST[:SLOT,...][@HOST...], for example localhost:0,2",
     )
     add("-e", "--exclude", default="", help="devices to leave out, in the same form")
-    add("--num_nodes", type=int, default=-1, help="number of hosts to use; this version runs on 1")
+    add("--num_nodes", type=int, default=-1, help="first N hosts of the hostfile; -1 for all")
     add(
         "--num_gpus",
         "--num_accelerators",
@@ -65,8 +65,13 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
 
 def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("rendezvous").add_argument
-    add("--master_addr", default="", help="address of rank 0; this machine's loopback when empty")
-    add("--master_port", type=int, default=None, help="port of rank 0; 29500, or a free one if that is taken")
+    add("--master_addr", default="", help="address of rank 0; when empty, what the first host says")
+    add(
+        "--master_port",
+        type=int,
+        default=None,
+        help="port of rank 0; 29500, on one host a free one if that is taken",
+    )
     add("--node_rank", type=int, default=-1, help="number of this host, with --no_ssh")
 
 
@@ -86,16 +91,17 @@ def _add_script_handling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_multi_node(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "several hosts", "accepted for scripts that pass them; they act on several hosts only"
+    add = parser.add_argument_group("several hosts").add_argument
+    add(
+        "--launcher",
+        default="pdsh",
+        help="what starts the hosts: pdsh, ssh, openmpi, mpich, mvapich, impi or slurm",
     )
-    add = group.add_argument
-    add("--launcher", default="pdsh", help="pdsh, openmpi, mvapich, mpich, impi or slurm")
-    add("--launcher_args", default="", help="arguments for it")
-    add("--no_ssh", action="store_true", help="each host starts its own launcher")
-    add("--no_ssh_check", action="store_true", help="do not try ssh first")
+    add("--launcher_args", default="", help="arguments for it, as one word")
+    add("--no_ssh", action="store_true", help="this command is run on every host, with --node_rank")
+    add("--no_ssh_check", action="store_true", help="do not ask the first host for its address through ssh")
     add("--ssh_port", type=int, default=None, help="port of ssh")
-    add("--venv_script", default=None, help="script that activates an environment on a host")
-    add("--force_multi", action="store_true", help="refused: use torchrun")
+    add("--venv_script", default=None, help="script that every host sources first")
+    add("--force_multi", action="store_true", help="use the launcher for one host too, which may be another")
     add("--save_pid", action="store_true", help="refused: the launcher's own process id serves")
     add("--autotuning", choices=("tune", "run"), default="", help="refused")

@@ -7,62 +7,22 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from torch.distributed import DistError
+
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.watch import HostWatch
 from deepspeed.utils.logging import logger
 
 __all__ = ["Job", "run_job"]
 
-_LOCAL_RANK = "${local_rank}"  # the agent puts each rank's number here
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run on this host.
-
-    program: words before the script's arguments. log_dir: where each rank's output goes, None for the
-        launcher's own.
-    pass_local_rank: whether ``--local_rank=N`` comes before the script's arguments.
-    """
-
-    program: tuple[str, ...]
-    script_args: tuple[str, ...]
-    num_ranks: int
-    master_addr: str
-    master_port: int
-    log_dir: str | None = None
-    pass_local_rank: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)
-
-    def command(self, stamp: str) -> list[str]:
-        """Return one rank's command.
-
-        Args:
-            stamp: Start of the names of log files.
-        """
-        local_rank = [f"--local_rank={_LOCAL_RANK}"] if self.pass_local_rank else []
-        words = [*self.program, *local_rank, *self.script_args]
-        if self.log_dir is None:
-            return words
-        log = f"{self.log_dir}/{stamp}_rank{_LOCAL_RANK}.log"
-        return ["/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', log, *words]
-
-    def environment(self) -> dict[str, str]:
-        """Return what every rank finds in its environment beside the agent's variables.
-
-        Source: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE as DeepSpeed sets them. OMP_NUM_THREADS shares the cores
-        among
-        the ranks unless the user set it: N ranks with a thread a core each are slower than with their share.
-        """
-        made = {"LOCAL_SIZE": str(self.num_ranks), "CROSS_RANK": "0", "CROSS_SIZE": "1", **self.env}
-        if self.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            made["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.num_ranks))
-        return made
+_MEET_S = 900  # how long the hosts wait for one another
 
 
 def run_job(job: Job) -> int:
-    """Run a job to its end; when one rank fails, stop the others.
+    """Run this host's part of a job to its end; when one rank of any host fails, stop the others.
 
     Args:
         job: What to run.
@@ -70,28 +30,39 @@ def run_job(job: Job) -> int:
     Returns:
         0, or the exit code of the rank that failed first; 128 + N if signal N ended it.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     if job.log_dir is not None:
         Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.num_ranks,
-        run_id="deepspeed",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{job.master_addr}:{job.master_port}",
-        rdzv_configs={"rank": 0, "timeout": 900},
-        max_restarts=0,
-        start_method="spawn",
-    )
-    words = job.command(time.strftime("%Y%m%d%H%M%S"))
     logger.info("starting %d ranks of %s", job.num_ranks, " ".join(job.program))
+    try:
+        return _run_agent(job) if job.num_nodes == 1 else _run_watched(job)
+    except DistError as error:
+        logger.error(
+            "--master_addr, --master_port: expected %d hosts to meet at %s:%d, got %s. Start the command on "
+            "every host, and choose an address and a port that all of them reach.",
+            job.num_nodes, job.master_addr, job.master_port, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return 1
+
+
+def _run_watched(job: Job) -> int:
+    watch = HostWatch(job)
+    watch.start()
+    try:
+        code = _run_agent(job)
+        return watch.report(code) if code else 0
+    finally:
+        watch.leave()
+
+
+def _run_agent(job: Job) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    words = job.command(time.strftime("%Y%m%d%H%M%S"))
     with _environment(job.environment()), _quiet_agent():
         try:
-            elastic_launch(config, words[0])(*words[1:])
+            elastic_launch(_launch_config(job), words[0])(*words[1:])
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             logger.error("rank %d (pid %d) ended with exit code %d", rank, failure.pid, failure.exitcode)
@@ -99,6 +70,22 @@ def run_job(job: Job) -> int:
         except SignalException as error:
             return 128 + int(error.sigval)
     return 0
+
+
+def _launch_config(job: Job) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=job.num_nodes,
+        max_nodes=job.num_nodes,
+        nproc_per_node=job.num_ranks,
+        run_id="deepspeed",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{job.master_addr}:{job.master_port}",
+        rdzv_configs={"rank": job.node_rank, "timeout": _MEET_S},
+        max_restarts=0,
+        start_method="spawn",
+    )
 
 
 @contextmanager

@@ -115,8 +115,8 @@ def _apply_filter(pool: Mapping[str, Sequence[int]], include: str, exclude: str)
         for slot in slots or ():
             if slot not in pool[host]:
                 raise ValueError(f"{flag}: expected slots of {host} among {list(pool[host])}, got {slot}.")
-    if include:
-        return {host: list(pool[host]) if slots is None else slots for host, slots in wanted.items()}
+    if include:  # in the order of the pool, so that the first host does not depend on how flags are written
+        return {host: wanted[host] or list(pool[host]) for host in pool if host in wanted}
     left: Resources = {}
     for host, available in pool.items():
         out = wanted.get(host, [])

@@ -111,7 +111,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "comms_logger": Feature(_names("enabled prof_all prof_ops verbose debug"), enabled_switch, _PROFILE),
     "comms_config": Feature(frozenset(), enabled_switch, _PROFILE),
-    "monitor_config": Feature(frozenset(), _enabled_inside, "Log from the training script."),
+    "monitor_config": Feature(
+        frozenset(), _enabled_inside, "Put its sections at the top level: csv_monitor, tensorboard, wandb."
+    ),
     "compression_training": Feature(
         _names(
             "layer_reduction weight_quantization activation_quantization sparse_pruning "

@@ -9,11 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 # Top-level key: why nothing happens, or what to do instead. A key that gets implemented loses its row.
 WITHOUT_EFFECT = {
-    "prescale_gradients": "Gradients are reduced to their mean in one operation.",
-    "gradient_predivide_factor": "Gradients are reduced to their mean in one operation.",
-    "wall_clock_breakdown": "Use torch.profiler around the training step.",
     "memory_breakdown": "Call deepspeed.utils.see_memory_usage where it matters.",
-    "dump_state": "The configuration is engine.config.",
     "log_level": "Call deepspeed.utils.logger.setLevel.",
     "disable_python_gc": "Call gc.disable() in the training script.",
 }

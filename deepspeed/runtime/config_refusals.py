@@ -27,8 +27,7 @@ _STAGE_2 = (
     'Use stage 2 with "offload_optimizer": {"device": "cpu"}: optimizer and gradients live on the host.'
 )
 _ZERO_PP = "ZeRO++ belongs to stage 3; leave the key out."
-_MONITOR = "Log from the training script, after each step: the loss and engine.get_global_grad_norm()."
-_BOUNDARY = "Call engine.set_gradient_accumulation_boundary(True) before each backward that a step follows."
+_MONITOR = "Use csv_monitor, tensorboard or wandb."
 _DTYPE = 'Use "bf16": {"enabled": true} or "fp16": {"enabled": true}.'
 _CAST = "Cast in the training script, after deepspeed.initialize."
 _NO_NVME = 'NVMe offload is not available here; use "cpu".'
@@ -91,7 +90,6 @@ REFUSED_KEYS: tuple[Refusal, ...] = (
         '"mean"',
         "Multiply the loss by the world size for a sum.",
     ),
-    Refusal("managed_gradient_accumulation", lambda on: not on, "true", _BOUNDARY),
     Refusal("use_data_before_expert_parallelism", bool, "false", "Expert parallelism is not available here."),
     Refusal(
         "sequence_parallel_size", lambda size: size > 1, "1", "Sequence parallelism is not available here."
@@ -102,9 +100,6 @@ REFUSED_KEYS: tuple[Refusal, ...] = (
     Refusal(
         "checkpoint.writer", _given, "null", "Leave the key out; checkpoints are written with torch.save."
     ),
-    Refusal("tensorboard.enabled", bool, "false", _MONITOR),
-    Refusal("csv_monitor.enabled", bool, "false", _MONITOR),
-    Refusal("wandb.enabled", bool, "false", _MONITOR),
     Refusal("comet.enabled", bool, "false", _MONITOR),
 )
 

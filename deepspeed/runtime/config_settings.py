@@ -59,7 +59,7 @@ class BatchKeys(Section):
     train_batch_size: samples a step, over all ranks. train_micro_batch_size_per_gpu: samples a forward.
     gradient_accumulation_steps: forwards a step.
     dataloader_drop_last: the built-in loader leaves out a short last batch.
-    managed_gradient_accumulation: the engine counts micro-batches itself; false is refused.
+    managed_gradient_accumulation: the engine counts micro-batches itself; false: every step() steps.
     """
 
     train_batch_size: PositiveCount
@@ -73,7 +73,8 @@ class GradientKeys(Section):
     """What happens to gradients between backward and step.
 
     gradient_clipping: largest global 2-norm, 0 for no clipping; absent means 1.0, as in DeepSpeed 0.19.8.
-    prescale_gradients, gradient_predivide_factor: divide before the reduction instead of after it.
+    prescale_gradients, gradient_predivide_factor: where to divide by the number of ranks. Any value holds
+    what it is for: the mean is taken so that no sum can overflow.
     communication_data_type: dtype on the wire; null for the gradients' own.
     gradient_allreduce_op: "sum" is refused.
     seq_parallel_communication_data_type and disable_allgather have no effect here.
@@ -111,7 +112,7 @@ class ReportKeys(Section):
     steps_per_print: steps between progress lines; 0, null or infinity for none.
     wall_clock_breakdown: time of forward, backward and step. memory_breakdown: memory at each of them.
     dump_state: print the configuration. log_level: of DeepSpeed's logger.
-    The monitors (tensorboard, wandb, csv_monitor, comet) are refused when enabled.
+    tensorboard, wandb, csv_monitor: where each step's learning rate and loss go. comet is refused when on.
     """
 
     steps_per_print: Annotated[float | int | None, BeforeValidator(_steps_per_print)] = None

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.checkpoint.agreement import Agreement
 from deepspeed.runtime.checkpoint.engine_mixin import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine_settings import AbsentCalls, ConfigCalls
 from deepspeed.runtime.engine_setup import (
     cast_floats,
     choose_lr_scheduler,
@@ -25,7 +27,10 @@ from deepspeed.runtime.engine_setup import (
     zero_settings,
 )
 from deepspeed.runtime.plain_backward import PlainBackward
+from deepspeed.runtime.reporting import RunReporter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+from deepspeed.utils.unsupported import refuse
 from deepspeed.version import __version__
 
 logger = logging.getLogger("DeepSpeed")
@@ -39,12 +44,12 @@ class Progress:
     global_samples: int = 0
     micro_steps: int = 0  # calls of engine.step()
     boundary: bool | None = None  # what set_gradient_accumulation_boundary said last; None: the engine counts
-    backward_done: bool = False  # engine.backward() ran since the last engine.step()
+    backwards: int = 0  # calls of engine.backward() since the last engine.step()
     no_sync_warned: bool = False
     step_applied: bool = False  # the last call of engine.step() changed the weights
 
 
-class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
+class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module):
     """Trains a module under DeepSpeed's API: `loss = engine(x); engine.backward(loss); engine.step()`.
 
     Goal: one object that behaves like the module and decides when a step is due.
@@ -85,6 +90,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         self._config = config
         self._progress = Progress()
         self._comm = data_parallel_comm(mpu)
+        self._reporter = RunReporter(config)
         self.device = training_device(args)  # first: whatever talks to other ranks does so from there
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
         inner = choose_optimizer(optimizer, model_parameters, model, config)
@@ -116,11 +122,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             return getattr(self.module, name)
 
     @property
-    def config(self) -> Any:
-        """The configuration mapping as it was passed."""
-        return self._config.raw
-
-    @property
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
         return self._progress.global_steps
@@ -148,34 +149,6 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Norm of the last step's gradients over all ranks, before clipping; None before the first step."""
         return self.optimizer.grad_norm if self.optimizer is not None else None
 
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._config.zero_optimization.stage)
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch on one rank."""
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return self._config.gradient_accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        """Largest gradient norm; 0 for no clipping."""
-        return self._config.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model runs in fp16 with loss scaling."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model runs in bf16."""
-        return self._config.bf16.enabled
-
     @property
     def cur_scale(self) -> float:
         """The present loss scale."""
@@ -184,6 +157,21 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go; a script may write its own."""
+        return self._reporter.monitor
+
+    @property
+    def timers(self) -> SynchronizedWallClockTimer | NoopTimer:
+        """Timers of `wall_clock_breakdown`; without it, ones that do nothing."""
+        return self._reporter.timers
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or Adam's betas, of each parameter group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("momentum", 0) or group.get("betas", 0) for group in groups]
 
     def memory_report(self) -> list[dict[str, Any]]:
         """Every host buffer that the engine owns: name, nbytes, pinned."""
@@ -197,7 +185,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         """Call the module; under `fp16.auto_cast` floating inputs are cast first."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
-        output = self.module(*args, **kwargs)
+        with self._reporter.part("fwd"):
+            output = self.module(*args, **kwargs)
         scales = self.gradient_accumulation_steps() > 1 or self._config.fp16.enabled
         if scales and self.optimizer is not None and torch.is_grad_enabled():
             return self._plain_backward.watch(output)
@@ -231,14 +220,18 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
                 "backward: expected a loss that depends on parameters that require grad, got a detached one: "
                 "no gradient would arrive. Compute it from the engine's output, outside torch.no_grad()."
             )
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            loss = loss / self.gradient_accumulation_steps()
+        accumulation = self.gradient_accumulation_steps()
+        self._reporter.saw_loss(loss if scale_wrt_gas else loss.detach() * accumulation)
+        if scale_wrt_gas and accumulation > 1:
+            loss = loss / accumulation
         with (
+            self._reporter.backward(),
             optimizer.backward_pass(self.is_gradient_accumulation_boundary()),
             self._plain_backward.inactive(),
+            self._reporter.backward_inner(),
         ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
-        self._progress.backward_done = True
+        self._progress.backwards += 1
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -247,12 +240,21 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         Args:
             lr_kwargs: passed to the schedule's `step`.
         """
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        with self._reporter.part("step"):
+            self._end_micro_batch(boundary, lr_kwargs)
+        self._reporter.end_micro_step()
+        if boundary:
+            self._reporter.end_step(self.global_samples, self.get_lr(), self.cur_scale)
+            self._log_progress()
+
+    def _end_micro_batch(self, boundary: bool, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer = self._training_optimizer("step")
         progress = self._progress
-        boundary = self.is_gradient_accumulation_boundary()
-        if not progress.backward_done:
+        if not progress.backwards:
             # The gradients come from loss.backward() without the engine and are still in param.grad.
             self._check_plain_backward()
+        if not progress.backwards or not self.managed_gradient_accumulation():
             with optimizer.backward_pass(boundary):
                 pass
         progress.step_applied = False
@@ -260,22 +262,35 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             optimizer.step()
             progress.step_applied = not optimizer.overflow
             progress.global_steps += 1
-            progress.global_samples += self.train_batch_size()
+            progress.global_samples += self._samples_of_step()
             if progress.step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._log_progress()
         progress.micro_steps += 1
-        progress.backward_done = False
+        progress.backwards = 0
         self._plain_backward.end_micro_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` steps the optimizer."""
+        """Whether the next `step` steps the optimizer by the engine's count.
+
+        Without `managed_gradient_accumulation` there is no count: every `step` does, and this is False.
+        """
         if self._progress.boundary is not None:
             return self._progress.boundary
+        if not self.managed_gradient_accumulation():
+            return False
         return (self._progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide from now on, instead of the engine's count, whether `step` steps the optimizer."""
+        """Decide from now on, instead of the engine's count, whether `step` steps the optimizer.
+
+        Raises:
+            RuntimeError: `managed_gradient_accumulation` is false: `step` itself is the boundary.
+        """
+        if not self.managed_gradient_accumulation():
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary: expected managed_gradient_accumulation to be true, got "
+                "false, with which every step() is a boundary. Call step() only where one is due."
+            )
         self._progress.boundary = is_boundary
 
     @contextmanager
@@ -299,10 +314,34 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         else:
             self.module.zero_grad(set_to_none)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Any:
-        """A data loader over this rank's part of a dataset."""
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A data loader over this rank's part of a dataset.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples a batch; by default those of a micro-batch.
+            route: accepted; every loader shuffles unless a sampler says otherwise.
+            pin_memory: batches are page-locked, for faster copies to a GPU.
+            data_sampler: in place of the one that gives each rank its part.
+            collate_fn: makes a batch of samples.
+            num_local_io_workers: processes that load; none by default.
+
+        Source: signature of DeepSpeed 0.19.8, which starts two workers a device and page-locks by default.
+        """
         from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
+        options: dict[str, Any] = {"pin_memory": pin_memory, "num_workers": num_local_io_workers or 0}
+        if data_sampler is not None:
+            options["sampler"] = data_sampler
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -310,14 +349,38 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             data_parallel_world_size=self._comm.world,
             collate_fn=collate_fn,
             drop_last=self._config.dataloader_drop_last,
+            **options,
         )
 
-    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
-        """Compile the module in place; parameter names stay as they are."""
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module in place; parameter names stay as they are.
+
+        Args:
+            backend: of torch.compile; its default by default.
+            compile_kwargs: more of torch.compile's arguments.
+            schedule: of DeepCompile's passes; refused.
+            compiled_autograd_enabled: refused when on.
+
+        Raises:
+            NotImplementedError: DeepCompile or compiled autograd is asked for.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            refuse("compile", "DeepCompile or compiled autograd", "Leave schedule and the switch out.")
         options = dict(compile_kwargs or {})
         if backend is not None:
             options["backend"] = backend
         self.module.compile(**options)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module was compiled, by this engine or before."""
+        return self.module._compiled_call_impl is not None
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """As `DeepSpeedZeroOptimizer.offload_states`: lend the device's memory to somebody else."""
@@ -339,6 +402,11 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         self.lr_scheduler = None
 
     # -- inner ---------------------------------------------------------------------------------------------
+
+    def _samples_of_step(self) -> int:
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self._progress.backwards * self.train_micro_batch_size_per_gpu() * self._comm.world
 
     def _training_optimizer(self, call: str) -> DeepSpeedZeroOptimizer:
         if self.optimizer is None:
@@ -379,6 +447,8 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
             if config.gradient_clipping_is_default
             else "",
         )
+        if config.dump_state:
+            logger.info("configuration: %s", config.model_dump_json(indent=2, by_alias=True))
         for notice in config.notices:
             logger.warning(notice)
 

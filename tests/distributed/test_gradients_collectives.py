@@ -235,3 +235,20 @@ def test_16_bit_gradients_are_summed_wider_than_they_travel_on_gloo():
     # A sum in bf16 would stop at 256, and one in fp16 at 2048.
     _check_reduced([[256.0] * 3, [1.0] * 3, [1.0] * 3], "bf16", None, [86.0] * 3, torch.bfloat16)
     _check_reduced([[2048.0] * 3, [1.0] * 3, [1.0] * 3], "fp16", None, [683.5] * 3, torch.float16)
+
+
+def _means_beyond_the_sum():
+    found = []
+    for stage, offload in PLACES:
+        keys = {"fp16": {"enabled": True, "loss_scale": 1}, "prescale_gradients": True}
+        engine = start(ExactModel({"weight": (6,)}), Setup(stage, offload, optimizer=SGD, extra=keys))
+        engine.backward((engine.module.weight * 40000.0).sum())
+        engine.step()
+        found.append((engine.was_step_applied(), engine.get_global_grad_norm()))
+        engine.destroy()
+    return found
+
+
+def test_a_mean_of_fp16_gradients_does_not_overflow_though_their_sum_would():
+    for found in run_distributed(2, _means_beyond_the_sum):
+        assert found == [(True, pytest.approx(40000.0 * 6**0.5, rel=1e-3))] * len(PLACES)

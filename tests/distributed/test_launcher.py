@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import runner
+from deepspeed.launcher import devices, runner
 from tests.unit.source_tree import ROOT
 
 # Each rank leaves what it saw in a file of its own: `out/<rank>`.
@@ -31,7 +31,7 @@ def _work_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    monkeypatch.setattr(runner, "_accelerator_count", lambda: 0)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 0)
 
 
 def write(text, name="script.py"):

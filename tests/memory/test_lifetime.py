@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.memory.job import MIB
+from tests.memory.lifetime import LARGE
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,9 +48,14 @@ def test_steps_skipped_steps_evaluations_and_state_dicts_add_nothing(what):
     assert max(values[5:]) - min(values[5:]) < 14 * MIB
 
 
-@pytest.mark.parametrize("how", ["destroyed", "dropped"])
-def test_twenty_engines_over_one_model_leave_nothing_behind(how):
-    values = growth(how)
+def test_twenty_dropped_engines_over_one_model_leave_nothing_behind():
+    values = growth("dropped")
     # 56 MiB of an engine are gone but for what the C heap keeps of gradients.
     assert max(values) < 24 * MIB
     assert rise(values) < 6 * MIB
+
+
+def test_a_destroyed_engine_gives_every_byte_back():
+    values = growth("destroyed")[5:]
+    slope_nbytes = np.polyfit(np.arange(len(values)), values, 1)[0]
+    assert slope_nbytes / LARGE.numel < 0.05, "bytes a parameter and round"

@@ -46,6 +46,14 @@ SURFACE = {
     "deepspeed.elasticity": "compute_elastic_config",
     "deepspeed.git_version_info": "version git_hash git_branch",
     "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+    "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint get_model_state_file "
+    "get_optim_files load_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
+    "deepspeed.utils.timer": "SynchronizedWallClockTimer ThroughputTimer NoopTimer",
+    "deepspeed.monitor.monitor": "MonitorMaster Monitor",
+    "deepspeed.monitor.config": "get_monitor_config DeepSpeedMonitorConfig",
+    "deepspeed.monitor.csv_monitor": "csvMonitor",
+    "deepspeed.monitor.tensorboard": "TensorBoardMonitor",
+    "deepspeed.monitor.wandb": "WandbMonitor",
     "deepspeed.moe.layer": "MoE",
     "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
 }

@@ -1,7 +1,10 @@
 """The README's tables say what the code does."""
 
+import inspect
 import json
 import re
+
+import pytest
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_features import FEATURES
@@ -10,7 +13,8 @@ from deepspeed.runtime.config_refusals import REFUSED_KEYS
 from deepspeed.runtime.config_settings import Settings
 from deepspeed.runtime.config_tree import paths_of
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from tests.unit import source_tree
+from tests.unit import config_table, source_tree
+from tests.unit.test_signatures import resolved
 
 README = (source_tree.ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
@@ -23,7 +27,8 @@ def names_in(text):
 
 def keys_that(happens):
     """The keys in the row of the configuration table that begins with these words."""
-    rows = re.findall(rf"^\| {re.escape(happens)}[^|]*\|([^|]*)\|$", README, re.MULTILINE)
+    table = README.partition("<!-- keys")[2].partition("\n\n")[0]
+    rows = re.findall(rf"^\| {re.escape(happens)}[^|]*\|([^|]*)\|$", table, re.MULTILINE)
     assert len(rows) == 1, f"expected one row {happens!r}"
     names = names_in(rows[0])
     assert len(set(names)) == len(names)
@@ -45,6 +50,36 @@ def test_every_key_that_the_configuration_knows_stands_in_one_row():
     only_refused = {path for path in values if "." not in path}
     assert sum(map(len, others)) + len(only_refused) == len(top_level_keys(Settings))
     assert set.union(*others) | only_refused == top_level_keys(Settings)
+
+
+def test_every_key_stands_in_the_long_table_as_the_code_has_it():
+    assert config_table.PAGE.read_text() == config_table.render(), "run python -m tests.unit.config_table"
+
+
+def called(name):
+    """What a name in the table of calls stands for."""
+    return resolved(re.sub(r"^engine\.", "deepspeed.DeepSpeedEngine.", name))
+
+
+def calls_that(happens):
+    """The names in a row of the table of calls, which follows its comment."""
+    table = README.partition("<!-- calls")[2].partition("\n\n")[0]
+    (row,) = re.findall(rf"^\| {re.escape(happens)} \|([^|]*)\|$", table, re.MULTILINE)
+    return names_in(row)
+
+
+def test_the_calls_that_work_exist():
+    for name in calls_that("work") + calls_that("do nothing, as below stage 3 in stock"):
+        assert called(name) is not None
+
+
+def test_the_calls_that_are_refused_say_what_to_do():
+    for name in calls_that("refused"):
+        found = called(name)
+        own = [p for p in inspect.signature(found).parameters.values() if p.name != "args"]
+        needed = [None for parameter in own if parameter.default is parameter.empty and parameter.kind < 2]
+        with pytest.raises(NotImplementedError, match=rf"{name.rpartition('.')[2]}: expected .*\. \w"):
+            found(*needed)
 
 
 def test_the_keys_of_zero_optimization_that_work_exist():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from deepspeed.runtime.config_source import read_config
 from deepspeed.utils.unsupported import refuse
 
 __all__ = ["CheckpointSettings", "checkpoint", "configure", "is_configured", "reset"]
@@ -48,7 +49,8 @@ def configure(
 
     Args:
         mpu_: Model-parallel unit; its model-parallel world must be 1.
-        deepspeed_config: Mapping with an ``activation_checkpointing`` section; arguments given here win.
+        deepspeed_config: What ``deepspeed.initialize`` takes as configuration; its section
+            ``activation_checkpointing`` is read, and arguments given here win.
         partition_activations: Accepted: over a model-parallel world of 1 a partition is the whole.
         contiguous_checkpointing: Accepted: a layout of partitioned activations.
         num_checkpoints: Accepted: the size of that layout.
@@ -61,9 +63,8 @@ def configure(
     """
     if mpu_ is not None and mpu_.get_model_parallel_world_size() > 1:
         refuse("checkpointing.configure", "model parallelism", "Use data parallelism only.")
-    section = (
-        deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
-    )
+    config = read_config(deepspeed_config) if deepspeed_config is not None else {}
+    section = config.get("activation_checkpointing", {})
     cpu = section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
     _SETTINGS.set(CheckpointSettings(cpu=bool(cpu)))
 

@@ -100,7 +100,7 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., torch.Tensor]:
     """Refuse: ZeRO-3 wraps tensor constructors with this.
 

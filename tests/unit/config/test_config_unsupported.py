@@ -56,12 +56,10 @@ SWITCHED_ON = [
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 4}}),
     ("zero_optimization.legacy_stage1", {"zero_optimization": {"stage": 1, "legacy_stage1": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
-    ("managed_gradient_accumulation", {"managed_gradient_accumulation": False}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
-    ("wandb.enabled", {"wandb": {"enabled": True}}),
-    ("tensorboard.enabled", {"tensorboard": {"enabled": True, "output_path": "logs"}}),
+    ("comet.enabled", {"comet": {"enabled": True}}),
 ]
 
 SWITCHED_OFF = [

@@ -192,9 +192,7 @@ def test_comment_keys_are_skipped_at_every_level():
 def test_keys_without_effect_are_told_in_one_sentence_each():
     made = config(
         disable_python_gc=True,
-        wall_clock_breakdown=True,
-        prescale_gradients=True,
-        gradient_predivide_factor=2.0,
+        memory_breakdown=True,
         log_level="info",
         activation_checkpointing={"partition_activations": True},
         zero_optimization={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
@@ -203,9 +201,7 @@ def test_keys_without_effect_are_told_in_one_sentence_each():
         "zero_optimization.offload_optimizer",
         "zero_optimization.offload_param",
         "disable_python_gc",
-        "wall_clock_breakdown",
-        "prescale_gradients",
-        "gradient_predivide_factor",
+        "memory_breakdown",
         "log_level",
         "activation_checkpointing.partition_activations",
     ):

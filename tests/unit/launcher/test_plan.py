@@ -6,16 +6,21 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import runner
+from deepspeed.launcher import devices, runner
 from deepspeed.launcher.arguments import parse_args
 
 
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch):
-    monkeypatch.setattr(runner, "_accelerator_count", lambda: 0)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 0)
 
 
 def plan(*words):
+    """What this host runs of the job that a command line describes."""
+    return plan_hosts(*words).on_host(0)
+
+
+def plan_hosts(*words):
     return runner.plan_job(parse_args([*words]))
 
 
@@ -34,7 +39,7 @@ def test_a_machine_without_accelerators_runs_one_process_unless_told_otherwise()
 
 
 def test_every_device_gets_a_rank(monkeypatch):
-    monkeypatch.setattr(runner, "_accelerator_count", lambda: 4)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job = plan("train.py")
     assert (job.num_ranks, job.env) == (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
@@ -45,7 +50,7 @@ def test_every_device_gets_a_rank(monkeypatch):
 
 
 def test_devices_that_the_user_made_visible_are_the_pool(monkeypatch):
-    monkeypatch.setattr(runner, "_accelerator_count", lambda: 2)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert plan("train.py").env == {"CUDA_VISIBLE_DEVICES": "5,7"}
     assert plan("--exclude", "localhost:5", "train.py").env == {"CUDA_VISIBLE_DEVICES": "7"}
@@ -81,25 +86,11 @@ def test_a_hostfile_of_one_host_is_this_machine(tmp_path):
     assert plan("--hostfile", str(path), "train.py").num_ranks == 2
 
 
-def test_several_hosts_are_refused_with_the_command_to_use(tmp_path):
-    path = tmp_path / "hostfile"
-    path.write_text("a slots=2\nb slots=2\n")
-    with pytest.raises(
-        NotImplementedError, match=r"got 2 \(a, b\).*torchrun --nnodes=2 .*--nproc_per_node=2"
-    ):
-        plan("--hostfile", str(path), "train.py")
-    assert plan("--hostfile", str(path), "--num_nodes", "1", "train.py").num_ranks == 2
-    for flag, value in (("--num_nodes", "2"), ("--node_rank", "1")):
-        with pytest.raises(NotImplementedError, match="expected one host, got 2"):
-            plan(flag, value, "train.py")
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ("--bind_cores_to_rank",),
         ("--bind_core_list", "0-3"),
-        ("--force_multi",),
         ("--save_pid",),
         ("--autotuning", "run"),
     ],
@@ -142,7 +133,7 @@ def test_ranks_find_deepspeeds_variables():
     assert [environment[name] for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")] == ["3", "0", "1"]
 
 
-@pytest.mark.parametrize("words", [("--num_gpus", "0", "train.py"), ("--force_multi", "train.py")])
+@pytest.mark.parametrize("words", [("--num_gpus", "0", "train.py"), ("--save_pid", "train.py")])
 def test_a_wrong_command_line_prints_one_line_and_exits_with_2(words, capsys):
     with pytest.raises(SystemExit) as caught:
         runner.main(words)

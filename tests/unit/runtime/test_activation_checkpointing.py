@@ -1,5 +1,7 @@
 """deepspeed.checkpointing gives the gradients of an ordinary call."""
 
+import json
+
 import pytest
 import torch
 
@@ -54,10 +56,14 @@ def test_configure_takes_what_clients_pass():
     assert deepspeed.checkpointing.is_configured()
 
 
-def test_configure_reads_a_configuration_unless_told_otherwise():
+def test_configure_reads_a_configuration_unless_told_otherwise(tmp_path):
     config = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    checkpointing.configure(None, deepspeed_config=config)
-    assert checkpointing._SETTINGS.get().cpu
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for source in (config, str(path), path):
+        checkpointing.configure(None)
+        checkpointing.configure(None, deepspeed_config=source)
+        assert checkpointing._SETTINGS.get().cpu
     checkpointing.configure(None, deepspeed_config=config, checkpoint_in_cpu=False)
     assert not checkpointing._SETTINGS.get().cpu
 
