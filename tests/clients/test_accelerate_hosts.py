@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.launching import JOBS, clients
-from tests.distributed.test_launcher_hosts import two_hosts, port, reports  # noqa: F401
+from tests.distributed.test_launcher_hosts import port, reports, two_hosts  # noqa: F401
 
 pytestmark = clients("accelerate")
 
