@@ -10,8 +10,10 @@ sums over its micro-batches, `all` has the forward passes too.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,13 @@ from report import Spread, draw_bars, hardware, print_json, print_table
 
 DEFAULT_NUMEL = {"cpu": 50_000_000, "cuda": 1_208_000_000}
 PARTS = ("step", "backward", "all")
+# Smaller forms of the state on the host, measured beside the default when `--forms` asks for them.
+FORMS = {
+    "ours, residual": {"master_weights": "bf16_residual"},
+    "ours, bf16 moments": {"optimizer_states": "bf16"},
+    "ours, int8 moments": {"optimizer_states": "int8"},
+    "ours, residual and int8": {"master_weights": "bf16_residual", "optimizer_states": "int8"},
+}
 
 
 class Setting(NamedTuple):
@@ -53,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pin", type=int, nargs="+", choices=[0, 1], help="default 0 on cpu, 0 1 on cuda")
     parser.add_argument("--rounds", type=int, default=9, help="optimizer steps of each contender")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    parser.add_argument("--forms", action="store_true", help="also in each smaller form of the state")
     parser.add_argument("--png", type=Path, default=HERE / "engine_step.png", help="chart to write")
     options = parser.parse_args()
     options.device = contenders.choose_device(options)
@@ -61,14 +71,21 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def start(options: argparse.Namespace, contender: Contender, setting: Setting, roof: bool = False) -> Worker:
-    """Starts a contender in a setting."""
+def start(
+    options: argparse.Namespace,
+    contender: Contender,
+    setting: Setting,
+    roof: bool = False,
+    offload: Mapping[str, str] | None = None,
+) -> Worker:
+    """Starts a contender in a setting, with more keys of `offload_optimizer`."""
     words = {
         "--numel": options.numel,
         "--hidden": options.hidden,
         "--gas": setting.gas,
         "--pin": setting.pin,
         "--warm-up": options.warm_up,
+        **({"--offload": json.dumps(offload)} if offload else {}),
     }
     arguments = [str(word) for pair in words.items() for word in pair] + ["--roof"] * roof
     return Worker(contender, "engine_step_worker.py", arguments, options.device)
@@ -84,6 +101,8 @@ def measure(options: argparse.Namespace, setting: Setting, facts: dict[str, Any]
     """
     chosen = contenders.choose(options)
     workers = {contender.name: start(options, contender, setting) for contender in chosen}
+    for name, offload in FORMS.items() if options.forms else ():
+        workers[name] = start(options, chosen[0], setting, offload=offload)
     workers["roof"] = start(options, chosen[0], setting, roof=True)
     for name, worker in workers.items():
         facts[name] = worker.answer()
@@ -119,13 +138,16 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
 
 
 def ratios(results: list[Result]) -> dict[str, float]:
-    """Returns quotients of medians, ours over each other contender, by setting."""
+    """Returns quotients of medians by setting: ours over each other contender, a smaller form over ours."""
     medians = {(r.setting, r.name, part): s.median for r in results for part, s in r.times.items()}
-    return {
-        f"{part}, {setting}: ours / {name}": round(medians[setting, "ours", part] / median, 3)
-        for (setting, name, part), median in medians.items()
-        if name != "ours"
-    }
+    made = {}
+    for (setting, name, part), median in medians.items():
+        ours = medians[setting, "ours", part]
+        if name in FORMS:
+            made[f"{part}, {setting}: {name} / ours"] = round(median / ours, 3)
+        elif name != "ours":
+            made[f"{part}, {setting}: ours / {name}"] = round(ours / median, 3)
+    return made
 
 
 def main() -> None:

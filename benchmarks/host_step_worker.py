@@ -15,22 +15,32 @@ SETTINGS = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SCALE = 1.0
 
 
-def make_arrays(numel, denormal):
+def make_arrays(numel, denormal, allocate=None):
+    """Returns parameter, gradient and 16-bit output; `allocate(numel, dtype)` makes them, else torch."""
+    allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
     generator = torch.Generator().manual_seed(0)
-    grad = torch.empty(numel).normal_(generator=generator)
+    grad = allocate(numel, torch.float32).normal_(generator=generator)
     if denormal:
         grad.mul_(1e-39)
-    param = torch.empty(numel).normal_(generator=generator)
-    return param, grad, torch.zeros(numel, dtype=torch.bfloat16)
+    param = allocate(numel, torch.float32).normal_(generator=generator)
+    return param, grad, allocate(numel, torch.bfloat16).zero_()
 
 
 def lean(numel, denormal, threads):
+    from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
     from op_builder import CPUAdamBuilder
 
     op = CPUAdamBuilder().load()
-    param, grad, out = make_arrays(numel, denormal)
-    half_grad = grad.bfloat16()
-    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+    buffers = []
+
+    def allocate(numel, dtype):
+        """As the engine does it."""
+        buffers.append(HostBuffer("benchmark", numel, dtype, Ledger()))
+        return buffers[-1].tensor
+
+    param, grad, out = make_arrays(numel, denormal, allocate)
+    half_grad = allocate(numel, torch.bfloat16).copy_(grad)
+    exp_avg, exp_avg_sq = (allocate(numel, torch.float32).zero_() for _ in range(2))
     beta1, beta2 = SETTINGS["betas"]
     rest = (
         10,

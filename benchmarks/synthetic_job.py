@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--gas", type=int, required=True)
     parser.add_argument("--pin", type=int, required=True)
+    parser.add_argument("--offload", type=json.loads, default={}, help="more keys of offload_optimizer, JSON")
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
@@ -59,7 +60,7 @@ def make_engine(options: argparse.Namespace, model: nn.Module) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {
             "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": bool(options.pin)},
+            "offload_optimizer": {"device": "cpu", "pin_memory": bool(options.pin), **options.offload},
             "reduce_bucket_size": 20_000_000,
             "allgather_bucket_size": 20_000_000,
         },

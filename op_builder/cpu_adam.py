@@ -17,6 +17,7 @@ class CPUAdamBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_CPU_ADAM"
     PREBUILT = "deepspeed.ops.adam.cpu_adam_op"
     SOURCES = (
+        "adam/adam_queue.cpp",
         "adam/cpu_adam.cpp",
         "adam/dispatch.cpp",
         "adam/kernels_avx2.cpp",

@@ -27,7 +27,6 @@ def adam_step(
     exp_avg_sq: torch.Tensor,
     out: torch.Tensor | None,
     *hyper: Any,
-    cache_out: bool = False,
 ) -> None:
     """One Adam step in place.
 
@@ -39,7 +38,6 @@ def adam_step(
         out: [numel] receives the new parameters in its own type, or None.
         hyper: step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale and
             num_threads, which is torch's own number here.
-        cache_out: no difference here.
     """
     step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale, _ = hyper
     correction1 = 1 - beta1**step if bias_correction else 1.0

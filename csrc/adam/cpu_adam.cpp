@@ -7,10 +7,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
+#include "adam_queue.h"
 #include "dispatch.h"
 
 namespace {
@@ -57,11 +59,27 @@ Stream stream(const char* name, const at::Tensor& tensor, int64_t numel) {
     return {tensor.data_ptr(), stream_dtype(name, tensor)};
 }
 
+void* typed_data(const char* name, const at::Tensor& tensor, int64_t numel, at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
+                          tensor.numel() == numel,
+                      name, ": expected ", numel, " contiguous elements of ", dtype, " on the host, got ",
+                      tensor.numel(), " of ", tensor.scalar_type(), " on ", tensor.device().str(),
+                      ". See deepspeed.runtime.zero.forms.");
+    return tensor.data_ptr();
+}
+
 struct Hyper {
     int64_t step;
     double lr, beta1, beta2, eps, weight_decay;
     bool adamw_mode, bias_correction;
     double grad_scale;
+};
+
+// Smaller forms, as Python gives them.
+struct SmallForms {
+    std::optional<at::Tensor> ties, exp_avg_scale, exp_avg_sq_scale;
+    int64_t noise_key;  // less than 0: rounded to nearest
+    int64_t first;
 };
 
 // Computed in double and rounded once, as torch does with its Python floats.
@@ -83,6 +101,18 @@ host_ops::AdamArgs adam_args(const Hyper& h) {
     return args;
 }
 
+int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
+
+// Fills in the master and its weights in two halves.
+void set_halves(host_ops::AdamArgs& args, const at::Tensor& rest, const at::Tensor& out,
+                const at::Tensor& ties) {
+    const int64_t numel = rest.numel();
+    args.master = {typed_data("master", rest, numel, at::kShort), host_ops::Dtype::kBfloat16};
+    args.out = {typed_data("out", out, numel, at::kBFloat16), host_ops::Dtype::kBfloat16};
+    args.forms.ties =
+        static_cast<uint16_t*>(typed_data("ties", ties, blocks_of(numel, host_ops::kTieBits), at::kShort));
+}
+
 // Fills in the arrays of a step; returns their number of elements.
 int64_t set_streams(host_ops::AdamArgs& args, const at::Tensor& master, const at::Tensor& grad,
                     const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
@@ -98,15 +128,117 @@ int64_t set_streams(host_ops::AdamArgs& args, const at::Tensor& master, const at
     return numel;
 }
 
+float* scales(const char* name, const std::optional<at::Tensor>& tensor, int64_t numel) {
+    TORCH_CHECK_VALUE(tensor.has_value(), name, ": expected scales for both moments, got none.");
+    const int64_t blocks = blocks_of(numel, host_ops::kBlockNumel);
+    return static_cast<float*>(typed_data(name, *tensor, blocks, at::kFloat));
+}
+
+// The same, where not everything is in a floating type of its own.
+int64_t set_small_streams(host_ops::AdamArgs& args, const at::Tensor& master, const at::Tensor& grad,
+                          const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                          const std::optional<at::Tensor>& out, const SmallForms& forms) {
+    const int64_t numel = master.numel();
+    args.grad = stream("grad", grad, numel);
+    if (forms.ties.has_value()) {
+        TORCH_CHECK_VALUE(out.has_value(),
+                          "out: expected the weights, got none. They hold half of the master.");
+        set_halves(args, master, *out, *forms.ties);
+    } else {
+        args.master = stream("master", master, numel);
+        args.out = out.has_value() ? stream("out", *out, numel) : Stream{};
+    }
+    args.forms.first = static_cast<uint32_t>(forms.first);
+    if (forms.exp_avg_scale.has_value()) {
+        const auto byte = host_ops::Dtype::kBfloat16;  // not looked at
+        args.exp_avg = {typed_data("exp_avg", exp_avg, numel, at::kByte), byte};
+        args.exp_avg_sq = {typed_data("exp_avg_sq", exp_avg_sq, numel, at::kByte), byte};
+        args.forms.exp_avg_scale = scales("exp_avg_scale", forms.exp_avg_scale, numel);
+        args.forms.exp_avg_sq_scale = scales("exp_avg_sq_scale", forms.exp_avg_sq_scale, numel);
+        return numel;
+    }
+    args.exp_avg = stream("exp_avg", exp_avg, numel);
+    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
+    args.forms.stochastic = forms.noise_key >= 0;
+    args.forms.noise_key = static_cast<uint32_t>(forms.noise_key);
+    TORCH_CHECK_VALUE(
+        !args.forms.stochastic ||
+            (exp_avg.scalar_type() == at::kBFloat16 && exp_avg_sq.scalar_type() == at::kBFloat16),
+        "noise_key: expected bf16 moments to round by chance, got ", exp_avg.scalar_type(), ".");
+    return numel;
+}
+
+struct Step {
+    host_ops::AdamArgs args;
+    int64_t numel;
+};
+
+Step make_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
+               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, const Hyper& hyper,
+               const SmallForms& forms) {
+    Step step{adam_args(hyper), 0};
+    const bool small = forms.ties.has_value() || forms.exp_avg_scale.has_value() || forms.noise_key >= 0;
+    step.numel = small ? set_small_streams(step.args, master, grad, exp_avg, exp_avg_sq, out, forms)
+                       : set_streams(step.args, master, grad, exp_avg, exp_avg_sq, out);
+    return step;
+}
+
+using OptionalTensor = std::optional<at::Tensor>;
+
 void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
-               const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& out, int64_t step, double lr,
-               double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
-               bool bias_correction, double grad_scale, int num_threads, bool cache_out) {
-    auto args =
-        adam_args({step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale});
-    const int64_t numel = set_streams(args, master, grad, exp_avg, exp_avg_sq, out);
-    args.cache_out = cache_out;
-    host_ops::run_adam(kernels(), args, numel, num_threads);
+               const at::Tensor& exp_avg_sq, const OptionalTensor& out, int64_t step, double lr, double beta1,
+               double beta2, double eps, double weight_decay, bool adamw_mode, bool bias_correction,
+               double grad_scale, int num_threads, const OptionalTensor& ties,
+               const OptionalTensor& exp_avg_scale, const OptionalTensor& exp_avg_sq_scale, int64_t noise_key,
+               int64_t first) {
+    const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale};
+    const SmallForms forms{ties, exp_avg_scale, exp_avg_sq_scale, noise_key, first};
+    const Step s = make_step(master, grad, exp_avg, exp_avg_sq, out, hyper, forms);
+    host_ops::run_adam(kernels(), s.args, s.numel, num_threads);
+}
+
+int64_t submit(host_ops::AdamQueue& queue, const at::Tensor& master, const at::Tensor& grad,
+               const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const OptionalTensor& out,
+               int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
+               bool adamw_mode, bool bias_correction, double grad_scale, const OptionalTensor& ties,
+               const OptionalTensor& exp_avg_scale, const OptionalTensor& exp_avg_sq_scale, int64_t noise_key,
+               int64_t first) {
+    const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale};
+    const SmallForms forms{ties, exp_avg_scale, exp_avg_sq_scale, noise_key, first};
+    const Step s = make_step(master, grad, exp_avg, exp_avg_sq, out, hyper, forms);
+    return queue.submit(s.args, s.numel);
+}
+
+// Between a form and fp32, for checkpoints and for whoever looks at a parameter's state.
+void join_master(const at::Tensor& rest, const at::Tensor& weight, const at::Tensor& ties,
+                 const at::Tensor& master) {
+    host_ops::AdamArgs args{};
+    set_halves(args, rest, weight, ties);
+    auto* const x = static_cast<float*>(typed_data("master", master, rest.numel(), at::kFloat));
+    host_ops::run_join(kernels(), args, x, rest.numel());
+}
+
+void split_master(const at::Tensor& master, const at::Tensor& rest, const at::Tensor& weight,
+                  const at::Tensor& ties) {
+    host_ops::AdamArgs args{};
+    set_halves(args, rest, weight, ties);
+    const auto* const x = static_cast<const float*>(typed_data("master", master, rest.numel(), at::kFloat));
+    host_ops::run_split(kernels(), args, x, rest.numel());
+}
+
+void decode_moment(const at::Tensor& codes, const at::Tensor& scale, bool is_signed, const at::Tensor& out) {
+    const int64_t numel = codes.numel();
+    auto* const x = static_cast<float*>(typed_data("out", out, numel, at::kFloat));
+    const auto* const bytes = static_cast<const uint8_t*>(typed_data("codes", codes, numel, at::kByte));
+    host_ops::run_decode(kernels(), bytes, scales("scale", scale, numel), is_signed, x, numel);
+}
+
+void encode_moment(const at::Tensor& values, bool is_signed, const at::Tensor& codes,
+                   const at::Tensor& scale) {
+    const int64_t numel = codes.numel();
+    const auto* const x = static_cast<const float*>(typed_data("values", values, numel, at::kFloat));
+    auto* const bytes = static_cast<uint8_t*>(typed_data("codes", codes, numel, at::kByte));
+    host_ops::run_encode(kernels(), x, is_signed, bytes, scales("scale", scale, numel), numel);
 }
 
 void roof(const at::Tensor& master, const at::Tensor& grad, const at::Tensor& exp_avg,
@@ -205,11 +337,31 @@ void translate(std::exception_ptr error) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using py::arg;
     using NoGil = py::call_guard<py::gil_scoped_release>;
+    const py::none none;
     py::register_local_exception_translator(translate);
     m.def("adam_step", adam_step, NoGil(), "One fused Adam step in place; see deepspeed.ops.adam.",
           arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"), arg("lr"),
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
-          arg("bias_correction"), arg("grad_scale"), arg("num_threads"), arg("cache_out") = false);
+          arg("bias_correction"), arg("grad_scale"), arg("num_threads"), arg("ties") = none,
+          arg("exp_avg_scale") = none, arg("exp_avg_sq_scale") = none, arg("noise_key") = -1,
+          arg("first") = 0);
+    m.def("join_master", join_master, NoGil(), "Weights and rest to fp32.", arg("rest"), arg("weight"),
+          arg("ties"), arg("master"));
+    m.def("split_master", split_master, NoGil(), "fp32 to weights and rest.", arg("master"), arg("rest"),
+          arg("weight"), arg("ties"));
+    m.def("decode_moment", decode_moment, NoGil(), "Bytes and scales to fp32.", arg("codes"), arg("scale"),
+          arg("signed"), arg("out"));
+    m.def("encode_moment", encode_moment, NoGil(), "fp32 to bytes and scales.", arg("values"), arg("signed"),
+          arg("codes"), arg("scale"));
+    py::class_<host_ops::AdamQueue>(m, "AdamQueue", "Steps in order on threads of their own.")
+        .def(py::init([](int threads) { return std::make_unique<host_ops::AdamQueue>(kernels(), threads); }),
+             arg("num_threads"))
+        .def("submit", submit, NoGil(), "Queue one step, its output left in the cache; returns its ticket.",
+             arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"),
+             arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("adamw_mode"),
+             arg("bias_correction"), arg("grad_scale"), arg("ties") = none, arg("exp_avg_scale") = none,
+             arg("exp_avg_sq_scale") = none, arg("noise_key") = -1, arg("first") = 0)
+        .def("wait", &host_ops::AdamQueue::wait, NoGil(), "Until a step is done.", arg("ticket"));
     m.def("roof", roof, NoGil(), "The memory traffic of adam_step, for benchmarks.", arg("master"),
           arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("num_threads"));
     m.def("accumulate", accumulate, NoGil(), "dst = src or dst += src; returns the sum of squares of dst.",

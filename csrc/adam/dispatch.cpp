@@ -5,16 +5,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "flush_denormals.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
 #endif
 
 namespace host_ops {
 namespace {
 
-// What a thread takes at a time, and the least that is worth a second thread. A multiple of a cache line.
-constexpr int64_t kTaskNumel = 16384;
 // An array that is only written is written past the cache if it is larger than a core's cache holds: the
 // processor then need not read what it overwrites, 2 of the 30 bytes of a step and 4 of the 10 of a first
 // accumulation.
@@ -24,38 +23,6 @@ constexpr uintptr_t kNontemporalAlign = 64;
 constexpr int64_t kMaxChunks = 1024;
 constexpr int64_t kMinChunkNumel = 4096;
 static_assert(kMinChunkNumel % kSumLanes == 0, "a chunk starts at accumulator 0");
-
-// Denormal inputs and results count as zero while this lives: they slow arithmetic several times over.
-class FlushDenormals {
- public:
-    FlushDenormals() : saved_(read()) { write(saved_ | kFlush); }
-    ~FlushDenormals() { write(saved_); }
-    FlushDenormals(const FlushDenormals&) = delete;
-    FlushDenormals& operator=(const FlushDenormals&) = delete;
-
- private:
-#if defined(__x86_64__)
-    using Control = unsigned int;
-    static constexpr Control kFlush = 0x8040;  // flush-to-zero and denormals-are-zero
-    static Control read() { return _mm_getcsr(); }
-    static void write(Control value) { _mm_setcsr(value); }
-#elif defined(__aarch64__)
-    using Control = uint64_t;
-    static constexpr Control kFlush = Control{1} << 24;
-    static Control read() {
-        Control value;
-        asm volatile("mrs %0, fpcr" : "=r"(value));
-        return value;
-    }
-    static void write(Control value) { asm volatile("msr fpcr, %0" : : "r"(value)); }
-#else
-    using Control = int;
-    static constexpr Control kFlush = 0;
-    static Control read() { return 0; }
-    static void write(Control) {}
-#endif
-    const Control saved_;
-};
 
 bool supported(const KernelTable* kernels) {
     if (kernels == nullptr) {
@@ -91,13 +58,6 @@ Stream write_only(Stream s, int64_t numel) {
     return s;
 }
 
-AdamArgs with_output(AdamArgs args, int64_t numel) {
-    if (!args.cache_out) {
-        args.out = write_only(args.out, numel);
-    }
-    return args;
-}
-
 // Threads take the next task as they get free. With one range a thread, the slowest thread, of a machine that
 // also runs copies and a training loop, made all others wait at the end of each tile: 0.236 against 0.194 ns
 // a parameter on 16 cores (benchmarks/README.md). OpenMP with num_threads, not at::parallel_for: the number
@@ -130,15 +90,43 @@ const KernelTable* select_kernels(const char* limit) {
 }
 
 void run_adam(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads) {
-    const AdamArgs a = with_output(args, numel);
+    AdamArgs a = args;
+    if (a.forms.ties == nullptr) {  // else it is read
+        a.out = write_only(a.out, numel);
+    }
     parallel_tasks(numel, kTaskNumel, thread_count(numel, threads),
                    [&](int64_t begin, int64_t end) { kernels.adam(a, begin, end); });
 }
 
 void run_roof(const KernelTable& kernels, const AdamArgs& args, int64_t numel, int threads) {
-    const AdamArgs a = with_output(args, numel);
+    AdamArgs a = args;
+    a.out = write_only(a.out, numel);
     parallel_tasks(numel, kTaskNumel, thread_count(numel, threads),
                    [&](int64_t begin, int64_t end) { kernels.roof(a, begin, end); });
+}
+
+void run_join(const KernelTable& kernels, const AdamArgs& args, float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0),
+                   [&](int64_t begin, int64_t end) { kernels.join(args, x, begin, end); });
+}
+
+void run_split(const KernelTable& kernels, const AdamArgs& args, const float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0),
+                   [&](int64_t begin, int64_t end) { kernels.split(args, x, begin, end); });
+}
+
+void run_decode(const KernelTable& kernels, const uint8_t* codes, const float* scale, bool is_signed,
+                float* x, int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0), [&](int64_t begin, int64_t end) {
+        kernels.decode(codes, scale, is_signed, x, begin, end);
+    });
+}
+
+void run_encode(const KernelTable& kernels, const float* x, bool is_signed, uint8_t* codes, float* scale,
+                int64_t numel) {
+    parallel_tasks(numel, kTaskNumel, thread_count(numel, 0), [&](int64_t begin, int64_t end) {
+        kernels.encode(x, is_signed, codes, scale, begin, end);
+    });
 }
 
 double run_accumulate(const KernelTable& kernels, const AccumulateArgs& args, int64_t numel, int threads) {

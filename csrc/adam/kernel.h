@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "forms.h"
 #include "host_ops.h"
 #include "vec_scalar.h"
 
@@ -91,9 +92,114 @@ inline void adam_lanes(const AdamArgs& a, int64_t i) {
     }
 }
 
+inline Stream from(Stream s, int64_t i) {
+    s.data = static_cast<char*>(s.data) + i * (s.dtype == Dtype::kFloat32 ? 4 : 2);
+    return s;
+}
+
+inline uint16_t* words(const Stream& s, int64_t i) { return static_cast<uint16_t*>(s.data) + i; }
+inline uint8_t* codes(const Stream& s, int64_t i) { return static_cast<uint8_t*>(s.data) + i; }
+inline Stream floats(float* x) { return {x, Dtype::kFloat32}; }
+
+// What a block holds while it is computed; in the first cache.
+struct Block {
+    alignas(64) float master[kBlockNumel];
+    alignas(64) float exp_avg[kBlockNumel];
+    alignas(64) float exp_avg_sq[kBlockNumel];
+};
+
+constexpr Codec kFirstMoment{true};
+constexpr Codec kSecondMoment{false};
+
+// Widens what of elements [at, at + numel) is in a smaller form; returns the arguments of their step.
+template <class V>
+inline AdamArgs open_block(const AdamArgs& a, Block& block, int64_t at, int64_t numel) {
+    AdamArgs local = a;
+    local.grad = from(a.grad, at);
+    local.out = a.out.data == nullptr ? a.out : from(a.out, at);
+    if (a.forms.ties != nullptr) {
+        join_master(words(a.out, at), words(a.master, at), a.forms.ties + at / kTieBits, block.master, numel);
+        local.master = floats(block.master);
+    } else {
+        local.master = from(a.master, at);
+    }
+    local.exp_avg = floats(block.exp_avg);
+    local.exp_avg_sq = floats(block.exp_avg_sq);
+    if (a.forms.exp_avg_scale != nullptr) {
+        const int64_t index = at / kBlockNumel;
+        decode<V>(codes(a.exp_avg, at), kFirstMoment, a.forms.exp_avg_scale[index], block.exp_avg, numel);
+        decode<V>(codes(a.exp_avg_sq, at), kSecondMoment, a.forms.exp_avg_sq_scale[index], block.exp_avg_sq,
+                  numel);
+    } else if (a.forms.stochastic) {
+        widen_moment(words(a.exp_avg, at), block.exp_avg, numel);
+        widen_moment(words(a.exp_avg_sq, at), block.exp_avg_sq, numel);
+    } else {
+        local.exp_avg = from(a.exp_avg, at);
+        local.exp_avg_sq = from(a.exp_avg_sq, at);
+    }
+    return local;
+}
+
+inline void prefetch_bytes(const void* data, int64_t start, int64_t nbytes) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(data) + start;  // an integer, as in `prefetch`
+    for (int64_t line = 0; line < nbytes; line += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(address + line));
+    }
+}
+
+inline void prefetch_block(const AdamArgs& a, int64_t at) {
+    const int64_t master_nbytes = a.forms.ties != nullptr ? 2 : 4;
+    const int64_t moment_nbytes = a.forms.exp_avg_scale != nullptr ? 1 : a.forms.stochastic ? 2 : 4;
+    const int64_t grad_nbytes = a.grad.dtype == Dtype::kFloat32 ? 4 : 2;
+    prefetch_bytes(a.master.data, at * master_nbytes, kBlockNumel * master_nbytes);
+    prefetch_bytes(a.exp_avg.data, at * moment_nbytes, kBlockNumel * moment_nbytes);
+    prefetch_bytes(a.exp_avg_sq.data, at * moment_nbytes, kBlockNumel * moment_nbytes);
+    prefetch_bytes(a.grad.data, at * grad_nbytes, kBlockNumel * grad_nbytes);
+}
+
+// Brings them back into their form.
+template <class V>
+inline void close_block(const AdamArgs& a, const Block& block, int64_t at, int64_t numel) {
+    if (a.forms.ties != nullptr) {
+        split_master(block.master, words(a.master, at), a.forms.ties + at / kTieBits, numel);
+    }
+    if (a.forms.exp_avg_scale != nullptr) {
+        const int64_t index = at / kBlockNumel;
+        a.forms.exp_avg_scale[index] = encode<V>(block.exp_avg, kFirstMoment, codes(a.exp_avg, at), numel);
+        a.forms.exp_avg_sq_scale[index] =
+            encode<V>(block.exp_avg_sq, kSecondMoment, codes(a.exp_avg_sq, at), numel);
+    } else if (a.forms.stochastic) {
+        round_moments(block.exp_avg, block.exp_avg_sq, words(a.exp_avg, at), words(a.exp_avg_sq, at), numel,
+                      a.forms.first + static_cast<uint32_t>(at), a.forms.noise_key);
+    }
+}
+
+template <class V>
+void adam_blocks(const AdamArgs& a, int64_t begin, int64_t end) {
+    Block block;
+    for (int64_t at = begin; at < end; at += kBlockNumel) {
+        const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
+        const AdamArgs local = open_block<V>(a, block, at, numel);
+        prefetch_block(a, at + kBlockNumel);
+        int64_t i = 0;
+        for (; i + V::kLanes <= numel; i += V::kLanes) {
+            adam_lanes<V>(local, i);
+        }
+        for (; i < numel; ++i) {
+            adam_lanes<Scalar>(local, i);
+        }
+        close_block<V>(a, block, at, numel);
+    }
+    V::fence();
+}
+
 template <class V>
 void adam(const AdamArgs& args, int64_t begin, int64_t end) {
     const AdamArgs a = args;  // a copy that no store can alias
+    if (a.forms.any()) {
+        adam_blocks<V>(a, begin, end);
+        return;
+    }
     int64_t i = begin;
     for (; i + V::kLanes <= end; i += V::kLanes) {
         prefetch(a.master, i);
@@ -176,9 +282,39 @@ double accumulate(const AccumulateArgs& args, int64_t begin, int64_t end) {
     return lanes[0];
 }
 
+inline void join(const AdamArgs& a, float* x, int64_t begin, int64_t end) {
+    join_master(words(a.out, begin), words(a.master, begin), a.forms.ties + begin / kTieBits, x + begin,
+                end - begin);
+}
+
+template <class V>
+void split(const AdamArgs& a, const float* x, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        store<Scalar>(a.out, i, x[i]);
+    }
+    split_master(x + begin, words(a.master, begin), a.forms.ties + begin / kTieBits, end - begin);
+}
+
+template <class V>
+void decode_blocks(const uint8_t* codes, const float* scale, bool is_signed, float* x, int64_t begin,
+                   int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlockNumel) {
+        const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
+        decode<V>(codes + at, Codec{is_signed}, scale[at / kBlockNumel], x + at, numel);
+    }
+}
+
+template <class V>
+void encode_blocks(const float* x, bool is_signed, uint8_t* codes, float* scale, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlockNumel) {
+        const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
+        scale[at / kBlockNumel] = encode<V>(x + at, Codec{is_signed}, codes + at, numel);
+    }
+}
+
 template <class V>
 constexpr host_ops::KernelTable make_table(const char* name) {
-    return {name, adam<V>, accumulate<V>, roof<V>};
+    return {name, adam<V>, accumulate<V>, roof<V>, join, split<V>, decode_blocks<V>, encode_blocks<V>};
 }
 
 }  // namespace

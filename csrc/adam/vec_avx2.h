@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "vec_scalar.h"
+
 namespace {
 
 struct Avx2 {
@@ -45,6 +47,45 @@ struct Avx2 {
     static F div(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrt(F a) { return _mm256_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+
+    static F decode(const uint8_t* codes, const float* slope, const float* offset, bool is_signed) {
+        const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+        const __m256i magnitude = is_signed ? _mm256_and_si256(code, _mm256_set1_epi32(0x7f)) : code;
+        const F at = add(_mm256_cvtepi32_ps(magnitude), set1(1.5f));
+        const __m256i place =
+            _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(at), 23), _mm256_set1_epi32(15));
+        const F x = fma(at, _mm256_i32gather_ps(slope, place, 4), _mm256_i32gather_ps(offset, place, 4));
+        const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(code, 24), _mm256_set1_epi32(INT32_MIN));
+        return is_signed ? _mm256_or_ps(x, _mm256_castsi256_ps(sign)) : x;
+    }
+    static void encode(F x, float factor, float parts, bool is_signed, uint8_t* codes) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const F share =
+            mul(_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff))), set1(factor));
+        F y = share, n = set1(parts);
+        const auto lift = [&](float limit, float power, float part) {
+            const F below = _mm256_cmp_ps(y, set1(limit), _CMP_LT_OQ);
+            y = _mm256_blendv_ps(y, mul(y, set1(power)), below);
+            n = _mm256_blendv_ps(n, mul(n, set1(part)), below);
+        };
+        lift(1e-4f, 1e4f, 0.0625f);
+        lift(1e-2f, 1e2f, 0.25f);
+        lift(1e-1f, 1e1f, 0.5f);
+        F at = mul(fma(y, set1(kPerDecade), set1(1.0f - 0.1f * kPerDecade)), n);
+        const F top = _mm256_cmp_ps(share, set1(1.0f - 0.225f / parts), _CMP_GT_OQ);
+        at = _mm256_blendv_ps(at, set1(2.0f * parts), top);
+        const F positive = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
+        const F least = is_signed ? set1(1.0f) : _mm256_blendv_ps(set1(1.0f), set1(2.0f), positive);
+        at = _mm256_max_ps(at, least);  // the second one if the first is no number
+        __m256i words = _mm256_sub_epi32(_mm256_cvttps_epi32(at), _mm256_set1_epi32(1));
+        if (is_signed) {
+            words = _mm256_or_si256(words,
+                                    _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+        }
+        const __m128i halves =
+            _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(halves, halves));
+    }
 
     static D zero_d() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
     static D add_square(D sum, F x) {

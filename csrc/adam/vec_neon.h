@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "vec_scalar.h"
+
 namespace {
 
 struct Neon {
@@ -43,6 +45,22 @@ struct Neon {
     static F div(F a, F b) { return vdivq_f32(a, b); }
     static F sqrt(F a) { return vsqrtq_f32(a); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+
+    // Lane by lane: there is no table of 16 floats to look up in.
+    static F decode(const uint8_t* codes, const float* slope, const float* offset, bool is_signed) {
+        float x[kLanes];
+        for (int64_t k = 0; k < kLanes; ++k) {
+            x[k] = Scalar::decode(codes + k, slope, offset, is_signed);
+        }
+        return load(x);
+    }
+    static void encode(F x, float factor, float parts, bool is_signed, uint8_t* codes) {
+        float lanes[kLanes];
+        store(lanes, x);
+        for (int64_t k = 0; k < kLanes; ++k) {
+            Scalar::encode(lanes[k], factor, parts, is_signed, codes + k);
+        }
+    }
 
     static D zero_d() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
     static D add_square(D sum, F x) {

@@ -74,6 +74,8 @@ inline float fp16_to_float(uint16_t x) {
     return bits_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
+constexpr float kPerDecade = 1.0f / 0.9f;
+
 struct Scalar {
     static constexpr int64_t kLanes = 1;
     using F = float;
@@ -100,6 +102,34 @@ struct Scalar {
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return __builtin_sqrtf(a); }
     static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+
+    // Codes of a quantised block, see forms.h.
+    static F decode(const uint8_t* code, const float* slope, const float* offset, bool is_signed) {
+        const uint32_t magnitude = is_signed ? *code & 0x7fu : *code;
+        const float at = static_cast<float>(magnitude) + 1.5f;
+        const uint32_t place = (float_bits(at) >> 23) & 15u;
+        const float x = fma(at, slope[place], offset[place]);
+        return is_signed ? bits_float(float_bits(x) | (*code & 0x80u) << 24) : x;
+    }
+    static void encode(F x, float factor, float parts, bool is_signed, uint8_t* code) {
+        const uint32_t bits = float_bits(x);
+        const float share = bits_float(bits & 0x7fffffffu) * factor;
+        float y = share, n = parts;
+        n = y < 1e-4f ? n * 0.0625f : n;
+        y = y < 1e-4f ? y * 1e4f : y;
+        n = y < 1e-2f ? n * 0.25f : n;
+        y = y < 1e-2f ? y * 1e2f : y;
+        n = y < 1e-1f ? n * 0.5f : n;
+        y = y < 1e-1f ? y * 1e1f : y;
+        float at = fma(y, kPerDecade, 1.0f - 0.1f * kPerDecade) * n;
+        at = share > 1.0f - 0.225f / parts ? 2.0f * parts : at;
+        // A second moment that is not zero stays so: under a first one that is not either it would make a
+        // step as large as 1 / eps.
+        const float least = !is_signed && x > 0.0f ? 2.0f : 1.0f;
+        at = at > least ? at : least;
+        const uint32_t magnitude = static_cast<uint32_t>(static_cast<int32_t>(at)) - 1u;
+        *code = static_cast<uint8_t>(is_signed ? magnitude | (bits >> 24 & 0x80u) : magnitude);
+    }
 
     static D zero_d() { return 0.0; }
     // Squares of floats are exact in double, so fused and separate rounding agree.

@@ -14,6 +14,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from deepspeed.runtime.config_batch import MICRO, STEPS, TRAIN, complete_triangle
 from deepspeed.runtime.config_features import take_features
+from deepspeed.runtime.config_forms import check_forms
 from deepspeed.runtime.config_notices import find_notices
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problems
 from deepspeed.runtime.config_refusals import refuse_keys
@@ -129,6 +130,7 @@ def _check_together(values: Mapping[str, Any], world_size: int, problems: Proble
         problems.fault(
             "fp16.enabled, bf16.enabled", "at most one to be true", "both", "Choose one precision."
         )
+    check_forms(values, problems)
     data_parallel = values.get("data_parallel_size")
     if data_parallel not in (None, world_size):
         problems.fault(

@@ -80,8 +80,6 @@ REFUSED_KEYS: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.legacy_stage1", bool, "false", "Leave the key out; stage 1 has one implementation."
     ),
-    Refusal("bf16.bf16_master_weights_and_grads", bool, "false", "Leave the key out; masters are fp32."),
-    Refusal("bf16.bf16_optimizer_states", bool, "false", "Leave the key out; moments are fp32."),
     Refusal("fp16.fp16_master_weights_and_grads", bool, "false", "Leave the key out; masters are fp32."),
     Refusal("data_types.param_dtype", _given, "null", _DTYPE),
     Refusal("data_types.buffer_dtype", _given, "null", _CAST),

@@ -64,7 +64,9 @@ class BF16Config(Section):
 
     check_grad_overflow: find non-finite gradients and skip the step; on by default.
     immediate_grad_update: accepted; gradients reach the accumulator as they are reduced in any case.
-    bf16_master_weights_and_grads, bf16_optimizer_states: refused when on.
+    bf16_master_weights_and_grads: gradients are kept and added in bf16, and masters as what their bf16
+    weights lack: the bytes of bf16 masters without their loss. bf16_optimizer_states: moments in bf16,
+    rounded by chance. Both need optimizer offload.
     """
 
     enabled: bool = False

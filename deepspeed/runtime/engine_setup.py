@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_forms import accumulation_dtype, state_forms
 from deepspeed.runtime.lr_schedules import build_lr_scheduler
 from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
 from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
-from deepspeed.runtime.zero.parts import ZeroSettings
+from deepspeed.runtime.zero.parts import Accumulation, ZeroSettings
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 logger = logging.getLogger("DeepSpeed")
@@ -136,7 +137,7 @@ def choose_optimizer(
 def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings:
     """The ZeRO optimizer's settings from the configuration."""
     zero = config.zero_optimization
-    dtypes = config.data_types.grad_accum_dtype
+    accumulation = accumulation_dtype(config)
     return ZeroSettings(
         stage=int(zero.stage),
         device=device,
@@ -146,8 +147,12 @@ def zero_settings(config: DeepSpeedConfig, device: torch.device) -> ZeroSettings
         allgather_bucket_numel=zero.allgather_bucket_numel,
         overlap_comm=zero.overlap_comm is not False,
         wire_dtype=config.communication_data_type,
-        keep_16bit_grads=config.gradient_accumulation_steps == 1 and dtypes != torch.float32,
-        fp32_accumulation=dtypes == torch.float32,
+        accumulation=Accumulation(
+            dtype=accumulation,
+            keeps_16bit=config.gradient_accumulation_steps == 1,
+            is_separate=accumulation not in (None, config.dtype),
+        ),
+        forms=state_forms(config),
         gradient_clipping=config.gradient_clipping,
         skip_nonfinite=not config.bf16.enabled or config.bf16.check_grad_overflow,
         ignore_unused_parameters=zero.ignore_unused_parameters,

@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,21 +90,30 @@ def run_job(script, task, folder, launcher="torchrun", flags=(), limit_s=300.0):
     }
     for old in (folder / "reports").iterdir():
         old.unlink()
+    if launcher == "deepspeed":  # which takes 29500 if it is free, as every job beside this one may
+        flags = [*flags, "--master_port", str(_free_port())]
     command = [sys.executable, *LAUNCHERS[launcher], *flags, str(JOBS / script)]
-    job = subprocess.Popen(
-        command,
-        env=env,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=limit_s)
-    finally:
-        if job.poll() is None:  # torchrun's ranks are sessions of their own, and end with it at SIGTERM only
-            job.send_signal(signal.SIGTERM)
-            job.wait(timeout=60)
+    with tempfile.TemporaryDirectory(prefix="job") as scratch:  # torchrun leaves folders behind
+        job = subprocess.Popen(
+            command,
+            env={**env, "TMPDIR": scratch},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = job.communicate(timeout=limit_s)
+        finally:
+            if job.poll() is None:  # torchrun's ranks are sessions of their own, and end at its SIGTERM only
+                job.send_signal(signal.SIGTERM)
+                job.wait(timeout=60)
     reports = [json.loads(path.read_text()) for path in sorted((folder / "reports").glob("*.json"))]
     return Finished(job.returncode, output, reports)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -36,6 +36,7 @@ def test_a_guide_runs(name, tmp_path):
         "DS_ACCELERATOR": "cpu",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),  # torchrun leaves folders behind
     }
     command = ["bash", "-ec", blocks["bash"]]
     run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -58,7 +58,9 @@ def train(config, monkeypatch, tile_numel=10_000, steps=STEPS):
     monkeypatch.setattr(
         engine_setup,
         "zero_settings",
-        lambda config, device: dataclasses.replace(settings(config, device), tile_numel=tile_numel),
+        lambda config, device: dataclasses.replace(
+            settings(config, device), tile_numel=tile_numel, download_numel=tile_numel
+        ),
     )
     engine, optimizer, _, _ = deepspeed.initialize(model=make_model(), config=config)
     dtype = next(engine.parameters()).dtype
@@ -146,6 +148,33 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
     monkeypatch.setattr(staging.UploadPublisher, "close_chunk", slow_upload)
     monkeypatch.setattr(staging.Downloader, "_launch_copies", slow_launch)
     assert torch.equal(train(make_config("bf16", gas, pin), monkeypatch)[0], expected)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("gas", [1, 3])
+def test_residual_masters_give_the_bits_of_fp32_masters(gas, pin, monkeypatch):
+    results = []
+    for form in ("fp32", "bf16_residual"):
+        config = make_config("bf16", gas, pin)
+        config["zero_optimization"]["offload_optimizer"]["master_weights"] = form
+        for tile_numel in (2_560, 77_777):
+            with monkeypatch.context() as patch:
+                results.append(train(config, patch, tile_numel)[:2])
+    for weights, masters in results:
+        assert torch.equal(weights, results[0][0]) and torch.equal(masters[0], results[0][1][0])
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_smaller_moments_do_not_depend_on_tiles_or_pinning(moments, monkeypatch):
+    results = []
+    for pin, tile_numel in ((True, 2_560), (False, 77_777), (True, 1 << 20)):
+        config = make_config("bf16", 1, pin)
+        offload = config["zero_optimization"]["offload_optimizer"]
+        offload.update(optimizer_states=moments, master_weights="bf16_residual")
+        with monkeypatch.context() as patch:
+            results.append(train(config, patch, tile_numel)[0])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert torch.isfinite(results[0]).all()
 
 
 def test_only_the_staging_ring_is_pinned_and_only_when_asked(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -219,3 +220,14 @@ def test_states_that_cannot_be_moved_are_refused():
         engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
     with pytest.raises(ValueError, match=r'^device: expected "cpu", got "nvme"'):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
+
+
+@EVERY_CASE
+def test_nothing_holds_the_masters_once_the_engine_is_destroyed(case):
+    engine = make_engine(case.config(), NUMEL)
+    optimizer = engine.optimizer
+    run_micro_batch(engine, torch.ones(NUMEL))
+    masters = StorageWeakRef(optimizer.single_partition_of_fp32_groups[0].untyped_storage())
+    assert not masters.expired()
+    engine.destroy()
+    assert masters.expired(), "although a client still holds the optimizer"

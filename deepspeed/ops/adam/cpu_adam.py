@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,51 @@ Allocator = Callable[[str, int, torch.dtype], torch.Tensor]
 # compiler, 76 MB of host memory a rank and a second of start, to protect code that nobody compiles here.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class AdamSlice:
+    """A run of a flat parameter with everything that its step reads and writes; all on the host.
+
+    Args:
+        master: `[n]` floating; or int16, what the bf16 weight in `out` lacks of it.
+        grad: `[n]` floating.
+        exp_avg, exp_avg_sq: `[n]` floating; or uint8 codes.
+        out: `[n]` floating, receives the new master in its own type; or None.
+        ties: `[ceil(n / 16)]` int16, with an int16 master: see `ResidualMaster`.
+        exp_avg_scale, exp_avg_sq_scale: `[ceil(n / 256)]` fp32, with codes: see `QuantizedMoment`.
+        noise_key: 32 bits with which bf16 moments are rounded by chance; -1 to round to nearest.
+        first: number of the first element, for that.
+    """
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    out: torch.Tensor | None
+    ties: torch.Tensor | None = None
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
+    noise_key: int = -1
+    first: int = 0
+
+    @property
+    def streams(self) -> tuple[torch.Tensor | None, ...]:
+        """What every op takes."""
+        return self.master, self.grad, self.exp_avg, self.exp_avg_sq, self.out
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """What only the compiled op takes; empty when nothing is in a smaller form."""
+        if self.ties is None and self.exp_avg_scale is None and self.noise_key < 0:
+            return {}
+        return {
+            "ties": self.ties,
+            "exp_avg_scale": self.exp_avg_scale,
+            "exp_avg_sq_scale": self.exp_avg_sq_scale,
+            "noise_key": self.noise_key,
+            "first": self.first,
+        }
 
 
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
@@ -145,45 +191,43 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = int(state["step"]) + 1
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                self._op.adam_step(param, param.grad, *moments, None, *self._hyper(group, state["step"], 1.0))
+                numbers = self._hyper(group, state["step"], 1.0)
+                self._op.adam_step(param, param.grad, *moments, None, *numbers, self.num_threads)
         return loss
 
-    def prepare_slice(
-        self,
-        group: dict[str, Any],
-        param: torch.Tensor,
-        part: slice,
-        grad: torch.Tensor,
-        grad_scale: float,
-        out: torch.Tensor | None,
-        cache_out: bool = False,
-    ) -> Callable[[], None]:
-        """Prepares the update of a part of a flat parameter; `state["step"]` is the caller's to count.
+    def make_queue(self, num_threads: int) -> Any:
+        """Returns threads that compute slices in order beside the caller, or None if the op has none.
+
+        Args:
+            num_threads: how many; they sleep while nothing is queued, and end with the object.
+        """
+        return self._op.AdamQueue(num_threads) if hasattr(self._op, "AdamQueue") else None
+
+    def step_slice(self, group: dict[str, Any], step: int, part: AdamSlice, grad_scale: float) -> None:
+        """Updates a part of a flat parameter; outputs are written past the cache.
 
         Args:
             group: settings, read now.
-            param: [numel] flat parameter with state, whose `step` is the number of this step.
-            part: which elements.
-            grad: [len(part)] gradient.
+            step: number of this step, from 1.
+            part: what to update.
             grad_scale: multiplies the gradient first.
-            out: [len(part)] receives the updated elements in its own type, or None.
-            cache_out: keep `out` in the cache, for a processor that reads it next; otherwise it is written
-                past it.
+        """
+        hyper = self._hyper(group, step, grad_scale)
+        self._op.adam_step(*part.streams, *hyper, self.num_threads, **part.forms)
+
+    def submit_slice(
+        self, queue: Any, group: dict[str, Any], step: int, part: AdamSlice, grad_scale: float
+    ) -> Callable[[], None]:
+        """As `step_slice`, on a queue's threads, with the output left in the cache.
+
+        Args:
+            queue: from `make_queue`. The others: see `step_slice`.
 
         Returns:
-            The update; it runs without the interpreter's lock.
+            A function that waits for it, and keeps the tensors alive.
         """
-        state = self.state[param]
-        moments = state["exp_avg"][part], state["exp_avg_sq"][part]
-        return partial(
-            self._op.adam_step,
-            param.data[part],
-            grad,
-            *moments,
-            out,
-            *self._hyper(group, state["step"], grad_scale),
-            cache_out=cache_out,
-        )
+        ticket = queue.submit(*part.streams, *self._hyper(group, step, grad_scale), **part.forms)
+        return partial(_wait_ticket, queue, ticket, part)
 
     def _hyper(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
         """The numbers that the op takes, in its order."""
@@ -198,7 +242,6 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             self.adam_w_mode,
             bool(group["bias_correction"]),
             grad_scale,
-            self.num_threads,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,6 +265,10 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
             state["step"] = int(saved["step"]) if saved else 0
             for name in _MOMENTS:
                 _load_moment(state, name, saved)
+
+
+def _wait_ticket(queue: Any, ticket: int, part: AdamSlice) -> None:
+    queue.wait(ticket)
 
 
 def _load_moment(state: dict[str, Any], name: str, saved: dict[str, Any] | None) -> None:

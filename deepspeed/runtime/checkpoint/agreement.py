@@ -134,8 +134,8 @@ class Agreement:
         return result
 
     def part(self) -> None:
-        """End a call: rank 0, whose process may hold the store, does not leave before all have read its "
-        "last word."""
+        """End a call: rank 0, whose process may hold the store, does not leave before all have read its last
+        word."""
         if self._store is None:
             return
         gone = [f"gone/{self._stage}/{rank}" for rank in range(1, self._world)]

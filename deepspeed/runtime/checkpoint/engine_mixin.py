@@ -293,8 +293,7 @@ class CheckpointMixin:
         return Counters(skipped, progress.global_steps, progress.global_samples, progress.micro_steps)
 
     def _load_progress(self, model: Mapping[str, Any], load_lr_scheduler_states: bool) -> None:
-        """Take over the schedule and the counters; a gradient accumulation that was under way is not "
-        "resumed."""
+        """Take over the schedule and the counters; an accumulation under way does not resume."""
         counters = counters_of(model)
         self._progress.global_steps = counters.global_steps
         self._progress.global_samples = counters.global_samples

@@ -11,8 +11,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.tiled import TiledOptimizer
 from deepspeed.runtime.checkpoint.optim_states import LOSS_SCALER, is_flat_state
 from deepspeed.runtime.checkpoint.saved_optimizer import MASTER, SavedOptimizer
+from deepspeed.runtime.zero.forms import Flat, QuantizedMoment
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+# Elements of a smaller form that are read into fp32 and narrowed at once; a multiple of its blocks.
+_TILE_NUMEL = 1 << 20
 # Settings that some classes know and others do not: not taken by those that do not.
 _CLASS_OPTIONS = ("bias_correction", "step", "amsgrad", "maximize")
 # How an optimizer computes is its own: these settings of a group are not taken from a file.
@@ -86,14 +89,33 @@ def load_loss_scaler(optimizer: DeepSpeedZeroOptimizer, shard: Mapping[str, Any]
 
 
 def _copy_shard(
-    optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer, key: str, group: int, flat: torch.Tensor
+    optimizer: DeepSpeedZeroOptimizer, saved: SavedOptimizer, key: str, group: int, flat: Flat
 ) -> None:
-    """Fill a flat tensor of this rank's shard, parameter by parameter."""
+    """Fill a flat tensor of this rank's shard, parameter by parameter; a smaller form, tile by tile."""
+    if isinstance(flat, torch.Tensor):
+        _copy_run(optimizer, saved, key, group, 0, flat.detach())
+        return
+    for start in range(0, flat.numel(), _TILE_NUMEL):
+        tile = torch.empty(min(_TILE_NUMEL, flat.numel() - start))
+        _copy_run(optimizer, saved, key, group, start, tile)
+        flat.write(start, tile)
+
+
+def _copy_run(
+    optimizer: DeepSpeedZeroOptimizer,
+    saved: SavedOptimizer,
+    key: str,
+    group: int,
+    start: int,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` with a run of this rank's shard from `start` on."""
     parts = optimizer.parts
     layout = parts.groups[group]
-    for segment in layout.segments(*layout.shard_bounds(parts.shard)):
-        out = flat.detach()[segment.offset : segment.offset + segment.numel]
-        saved.copy(key, group, parts.names[segment.slot.index], segment.param_start, out)
+    base = layout.shard_bounds(parts.shard)[0] + start
+    for segment in layout.segments(base, base + out.numel()):
+        place = out[segment.offset : segment.offset + segment.numel]
+        saved.copy(key, group, parts.names[segment.slot.index], segment.param_start, place)
 
 
 def _load_state(
@@ -108,7 +130,7 @@ def _load_state(
         _forget(inner, state)
     for name, dtype in wanted.items():
         if not is_flat_state(state.get(name), master):
-            state[name] = torch.empty_like(master.data, dtype=dtype)
+            state[name] = torch.empty(master.shape, dtype=dtype, device=master.device)
         _copy_shard(optimizer, saved, name, group, state[name])
         advance(state[name].nbytes)
     made = not scalars.keys() <= state.keys()
@@ -147,7 +169,7 @@ def _forget(inner: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     if not isinstance(inner, DeepSpeedCPUAdam):
         state.clear()
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, QuantizedMoment)):
             value.zero_()
         else:
             state[name] = type(value)(0)

@@ -16,6 +16,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.checkpoint.names import FORMAT_VERSION
 from deepspeed.runtime.checkpoint.torch_file import TensorSource
+from deepspeed.runtime.zero.forms import Flat
 from deepspeed.runtime.zero.layout import GroupLayout
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -50,8 +51,7 @@ def optim_states(optimizer: DeepSpeedZeroOptimizer, clip_grad: float, ds_config:
 
 
 def inner_state(optimizer: DeepSpeedZeroOptimizer) -> dict[str, Any]:
-    """The inner optimizer's state dictionary, its flat tensors padded to the shard's extent as stock's "
-    "are."""
+    """The inner optimizer's state, its flat tensors padded to the shard's extent as stock's are."""
     inner, parts = optimizer.optimizer, optimizer.parts
     state, groups = {}, []
     for index, (layout, group) in enumerate(zip(parts.groups, inner.param_groups, strict=True)):
@@ -82,7 +82,7 @@ def optim_lanes(content: Mapping[str, Any]) -> list[list[TensorSource]]:
 
 def is_flat_state(value: Any, master: torch.Tensor) -> bool:
     """Whether an entry of an optimizer's state has one element for each element of the master."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == master.numel()
+    return isinstance(value, Flat) and value.shape == master.shape
 
 
 def with_stock_keys(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -230,8 +230,8 @@ class Saver:
             raise
 
     def _write_model(self, started: _Started) -> None:
-        """Write the model file, if it is this rank's to write: weights and buffers change as training goes "
-        "on."""
+        """Write the model file, if it is this rank's to write: weights and buffers change as training goes
+        on."""
         for item in started.planned:
             if item.name == MODEL_STATES:
                 write_planned(item.path, item.plan)

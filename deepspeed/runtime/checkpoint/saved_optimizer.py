@@ -28,8 +28,8 @@ class SavedOptimizer(Protocol):
         """Name -> elements of the group's parameters."""
 
     def flat_dtypes(self, group: int) -> Mapping[str, torch.dtype]:
-        """Entries of the state that have one element for each of the parameters'; empty before the first "
-        "step."""
+        """Entries of the state that have one element for each of the parameters'; empty before the first
+        step."""
 
     def scalars(self, group: int) -> Mapping[str, Any]:
         """Entries of the state that belong to the whole group, such as the step."""

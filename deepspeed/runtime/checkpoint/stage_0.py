@@ -82,8 +82,8 @@ def _per_param(optimizer: DeepSpeedZeroOptimizer) -> dict[str, Any]:
 
 
 def _group_names(optimizer: DeepSpeedZeroOptimizer) -> list[list[str]]:
-    """For each group its parameters' names in the client's order; those without state under a name of no "
-    "parameter."""
+    """For each group its parameters' names in the client's order; those without state under a name of no
+    parameter."""
     parts = optimizer.parts
     names = {id(param): parts.names[index] for index, param in parts.params.items()}
     return [

@@ -19,11 +19,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from deepspeed.runtime.checkpoint.names import CheckpointError
+from deepspeed.runtime.zero.forms import EncodedFlat, Flat
 
 # Bytes of a tensor that are in flight at once; what a device tensor needs on the host while it is written.
 PIECE_NBYTES = 1 << 24
@@ -50,11 +51,11 @@ class TensorSource:
     """A tensor to write, taken from memory as it is when its turn comes.
 
     Args:
-        tensor: `[...]`, host or device, contiguous.
+        tensor: `[...]`, host or device, contiguous; or what reads like one.
         padded_numel: write it as a flat tensor of this many elements, zeros behind its own; None: as it is.
     """
 
-    tensor: torch.Tensor
+    tensor: Flat
     padded_numel: int | None = None
 
     @property
@@ -72,8 +73,13 @@ class TensorSource:
         own = self.tensor.numel() * self.tensor.element_size()
         if start >= own:
             return memoryview(bytes(end - start))
-        piece: Any = _flat_bytes(self.tensor)[start : min(end, own)].cpu().numpy()
-        return memoryview(piece)
+        end = min(end, own)
+        if isinstance(self.tensor, EncodedFlat):
+            itemsize = self.tensor.element_size()
+            piece = self.tensor.read(start // itemsize, end // itemsize).view(torch.uint8)
+        else:
+            piece = _flat_bytes(self.tensor)[start:end].cpu()
+        return memoryview(cast(Any, piece.numpy()))
 
 
 class Record:
@@ -93,8 +99,7 @@ class Record:
         return self.nbytes >= _LIMIT_32BIT
 
     def header(self, start: int) -> bytes:
-        """The local header for a record that starts at `start`, padded so that the data behind it is "
-        "aligned."""
+        """The local header for a record that starts at `start`; the data behind it is aligned."""
         sizes = (_LIMIT_32BIT,) * 2 if self.large else (self.nbytes, self.nbytes)
         extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.large else b""
         filled = start + 30 + len(self.name) + len(extra) + 4
@@ -167,8 +172,8 @@ class TorchFile:
             yield len(piece)
 
     def finish(self, fd: int) -> None:
-        """Write what is left, the headers, now that checksums are known, and the directory; flush it all to "
-        "the disk."""
+        """Write what is left, the headers, now that checksums are known, and the directory; flush it all to
+        the disk."""
         for record in self.records:
             for _ in self.write(fd, record):
                 pass
@@ -283,8 +288,7 @@ class _Pickler(pickle.Pickler):
         return obj.persistent_id if isinstance(obj, _StorageRef) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        """How tensors are rebuilt. Layouts and classes beyond torch's plain ones are left to their own "
-        "way."""
+        """How tensors are rebuilt. Layouts and classes beyond the plain ones are left to their own way."""
         if isinstance(obj, TensorSource):
             return self._reduce(obj)
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj):
@@ -301,9 +305,11 @@ class _Pickler(pickle.Pickler):
 
     def _storage_ref(self, source: TensorSource) -> _StorageRef:
         tensor = source.tensor
-        key = (
-            (tensor.data_ptr(), tensor.device, tensor.dtype, source.nbytes) if tensor.numel() else (object(),)
-        )
+        key: tuple[Any, ...] = (object(),)
+        if isinstance(tensor, EncodedFlat):
+            key = (tensor,)
+        elif tensor.numel():
+            key = (tensor.data_ptr(), tensor.device, tensor.dtype, source.nbytes)
         index = self._keys.setdefault(key, len(self.sources))
         if index == len(self.sources):
             self.sources.append(source)

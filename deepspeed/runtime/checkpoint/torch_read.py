@@ -124,8 +124,7 @@ def unreadable_classes(content: Any, path: str = "") -> Iterator[tuple[str, str]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch's restricted unpickler rebuilds a value of this class; containers without what they "
-    "hold."""
+    """Whether torch's safe unpickler rebuilds such a value; of a container, without its contents."""
     if value is None or isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
         return True
     from collections import Counter, OrderedDict

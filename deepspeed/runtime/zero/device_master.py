@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
+from deepspeed.runtime.zero.forms import Flat
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
@@ -42,15 +43,18 @@ class DeviceMaster:
         self._arrived: set[tuple[int, int]] = set()  # (group, shard_start), this step
         self._device = device
         self._away: list[torch.Tensor] = []  # what `move_to_host` moved and `move_back` has not returned
+        self._copies: list[Callable[[torch.Tensor], None]] = []  # from the parameters to a master
         for layout, options in zip(groups, optimizer.param_groups, strict=True):
             master = torch.empty(layout.shard_numel(shard), dtype=torch.float32, device=device)
-            copy_to_shard(layout, shard, params, master)
+            # Without the tensor: it would live on in here when the master's is another one, or none.
+            self._copies.append(partial(copy_to_shard, layout, shard, params))
+            self._copies[-1](master)
             self._masters.append(torch.nn.Parameter(master))
             self._grads.append(torch.zeros_like(master))
             options["params"] = [self._masters[-1]]
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Flat]:
         """The flat fp32 masters, one a group, `[shard_numel]`."""
         return [master.data for master in self._masters]
 
@@ -104,7 +108,12 @@ class DeviceMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._masters), self._prepare_copy)
+        publish_all(publisher, len(self._masters), self._copy_target)
+
+    def refresh(self) -> None:
+        """Set the masters from the parameters' present values."""
+        for copy, master in zip(self._copies, self._masters, strict=True):
+            copy(master.data)
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -154,6 +163,6 @@ class DeviceMaster:
         self._grads.clear()
         self._away.clear()
 
-    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
-        """Rounding a run of the master to the weight's dtype."""
-        return partial(target.out.copy_, self._masters[index].data[target.start : target.end])
+    def _copy_target(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        target.out.copy_(self._masters[index].data[target.start : target.end])

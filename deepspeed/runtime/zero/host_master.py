@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
+from deepspeed.runtime.zero.collectives import Wait
+from deepspeed.runtime.zero.forms import Flat, StateForms
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.host_shard import HostShard
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
+from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
 from deepspeed.runtime.zero.staging import Downloader
 
 logger = logging.getLogger("DeepSpeed")
@@ -29,29 +31,26 @@ class HostSettings:
     """How a host master keeps its state.
 
     Args:
-        grad_dtype: element type in which gradients are kept at first: fp32, or the 16-bit type they arrive
-            in.
+        grad_dtype: element type in which gradients are kept at first: fp32, or a 16-bit type.
+        widens_grads: a second contribution in one step widens gradients to fp32; else they are added in the
+            type that they have.
         grad_threads: threads that store and add gradients, beside the backward pass.
         step_threads: threads of the Adam kernel.
         ledger: counts every buffer.
-        cache_weights: whether fresh weights stay in the cache, for a processor that copies them on; otherwise
-            they are written past it.
     """
 
     grad_dtype: torch.dtype
     grad_threads: int
     step_threads: int
     ledger: Ledger
-    cache_weights: bool = False
+    widens_grads: bool = True
+    forms: StateForms = StateForms()
 
 
-@dataclass(frozen=True)
-class _HostGroup:
+class _HostGroup(NamedTuple):
     """One parameter group's shard."""
 
-    layout: GroupLayout
-    master: HostBuffer  # [shard_numel] fp32
-    param: torch.nn.Parameter  # the same memory, as the inner optimizer sees it
+    state: HostShard
     grads: HostBuffer  # [shard_numel] fp32 or 16 bit
 
 
@@ -75,7 +74,8 @@ class HostMaster:
     on the flat shard instead.
     Lifetime: from initialization to `close`. A 16-bit gradient buffer is widened in place, once and for good,
     when a second contribution comes; address space for it is reserved from the beginning.
-    Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments.
+    Memory, bytes a parameter of the shard: 4 master + 4 or 2 gradient + 8 Adam moments; less in smaller
+    forms, see `HostShard`.
 
     Args:
         groups: layouts of the parameter groups.
@@ -103,22 +103,23 @@ class HostMaster:
         self._downloader = downloader
         # By (group, shard_start): what this step has brought.
         self._pieces: dict[tuple[int, int], _Piece] = {}
-        self._state_buffers: list[HostBuffer] = []
         self._gate: ChangeGate | None = None  # of a checkpoint that is being written meanwhile
         self._fused = isinstance(optimizer, DeepSpeedCPUAdam)
-        self._compute = ThreadPoolExecutor(1, "host-adam") if downloader is not None else None
+        self._queue: Any = None  # computes tiles while others travel
         self._groups = [self._make_group(index, layout, shard, params) for index, layout in enumerate(groups)]
         for group, options in zip(self._groups, optimizer.param_groups, strict=True):
-            options["params"] = [group.param]
+            options["params"] = [group.state.param]
         if isinstance(optimizer, DeepSpeedCPUAdam):
             optimizer.num_threads = settings.step_threads
-            for index, group in enumerate(self._groups):
-                optimizer.init_state(group.param, partial(self._zeros, index))
+            if downloader is not None:
+                self._queue = optimizer.make_queue(settings.step_threads)
+            for group in self._groups:
+                group.state.init_moments(optimizer)
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Flat]:
         """The flat fp32 masters, one a group, `[shard_numel]`."""
-        return [group.param.data for group in self._groups]
+        return [group.state.master for group in self._groups]
 
     def grads(self, group: int) -> torch.Tensor:
         """A group's gradient as kept, `[shard_numel]`: the mean over ranks, times the loss scale."""
@@ -173,10 +174,10 @@ class HostMaster:
         self.wait_grads()
         if self._fused:
             for group in self._groups:
-                self._optimizer.state[group.param]["step"] += 1
+                self._optimizer.state[group.state.param]["step"] += 1
             # What torch's schedules look at before they warn that the optimizer was not stepped first.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
-            publish_all(publisher, len(self._groups), partial(self._prepare_step, factor), self._compute)
+            publish_all(publisher, len(self._groups), partial(self._step_target, factor))
         else:
             self._step_unfused(factor)
             self.publish(publisher)
@@ -184,7 +185,12 @@ class HostMaster:
 
     def publish(self, publisher: Publisher) -> None:
         """Bring the masters' present values to the parameters, without a step."""
-        publish_all(publisher, len(self._groups), self._prepare_copy)
+        publish_all(publisher, len(self._groups), self._copy_target)
+
+    def refresh(self) -> None:
+        """Set the masters from the parameters' present values."""
+        for group in self._groups:
+            group.state.refresh()
 
     def clear_grads(self) -> None:
         """Forget the gradients: the next contribution is the first of its step."""
@@ -214,32 +220,20 @@ class HostMaster:
         self.wait_readers()
         if self._downloader is not None:
             self._downloader.close()
-        if self._compute is not None:
-            self._compute.shutdown()
+        self._queue = None  # ends its threads; what they were given is computed first
         for group in self._groups:
-            self._optimizer.state.pop(group.param, None)
-            group.param.data = torch.empty(0)
-            group.master.release()
+            self._optimizer.state.pop(group.state.param, None)
+            group.state.release()
             group.grads.release()
-        for buffer in self._state_buffers:
-            buffer.release()
 
     def _make_group(
         self, index: int, layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter]
     ) -> _HostGroup:
         """Allocate a group's buffers and copy its master from the parameters."""
-        numel = layout.shard_numel(shard)
         ledger, grad_dtype = self._settings.ledger, self._settings.grad_dtype
-        master = HostBuffer(f"master[{index}]", numel, torch.float32, ledger)
-        copy_to_shard(layout, shard, params, master.tensor)
-        grads = HostBuffer(f"gradient[{index}]", numel, grad_dtype, ledger, torch.float32).fill_zero()
-        return _HostGroup(layout, master, torch.nn.Parameter(master.tensor), grads)
-
-    def _zeros(self, index: int, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor for the optimizer's state of a group, counted until `close`."""
-        buffer = HostBuffer(f"{name}[{index}]", numel, dtype, self._settings.ledger).fill_zero()
-        self._state_buffers.append(buffer)
-        return buffer.tensor
+        state = HostShard(index, layout, shard, params, self._settings.forms, ledger, self._op)
+        grads = HostBuffer(f"gradient[{index}]", state.numel, grad_dtype, ledger, torch.float32).fill_zero()
+        return _HostGroup(state, grads)
 
     def _store(self, items: Sequence[BucketItem], first: int, flat: torch.Tensor) -> None:
         """Store or add a run of gradients that lies in host memory.
@@ -260,7 +254,7 @@ class HostMaster:
     def _contribute(self, index: int, start: int, piece: torch.Tensor) -> None:
         group = self._groups[index]
         add = (index, start) in self._pieces
-        if add and group.grads.dtype != torch.float32:
+        if add and self._settings.widens_grads and group.grads.dtype != torch.float32:
             logger.info(
                 "gradient[%d]: a second contribution in one step; the buffer is widened from %s to fp32, "
                 "+%d bytes of host memory from now on",
@@ -273,25 +267,23 @@ class HostMaster:
         total = self._op.accumulate(place, piece, add, self._settings.grad_threads)
         self._pieces[index, start] = _Piece(piece.numel(), total)
 
-    def _prepare_copy(self, index: int, target: Target) -> Callable[[], object]:
-        """Rounding a run of the master to the weight's dtype."""
-        return partial(target.out.copy_, self._groups[index].master.tensor[target.start : target.end])
+    def _copy_target(self, index: int, target: Target) -> None:
+        """Round a run of the master to the weight's dtype."""
+        self._groups[index].state.write_weights(target)
 
-    def _prepare_step(self, factor: float, index: int, target: Target) -> Callable[[], object]:
+    def _step_target(self, factor: float, index: int, target: Target) -> Wait | None:
         """One fused pass over a run of the shard."""
         assert isinstance(self._optimizer, DeepSpeedCPUAdam)
         if self._gate is not None:
             self._gate.wait(index, target.end)
         group = self._groups[index]
-        return self._optimizer.prepare_slice(
-            self._optimizer.param_groups[index],
-            group.param,
-            slice(target.start, target.end),
-            group.grads.tensor[target.start : target.end],
-            factor,
-            target.out,
-            self._settings.cache_weights,
-        )
+        part = group.state.slice(self._optimizer, target, group.grads.tensor[target.start : target.end])
+        step = self._optimizer.state[group.state.param]["step"]
+        arguments = (self._optimizer.param_groups[index], step, part, factor)
+        if self._queue is not None:
+            return self._optimizer.submit_slice(self._queue, *arguments)
+        self._optimizer.step_slice(*arguments)
+        return None
 
     def _step_unfused(self, factor: float) -> None:
         """Any elementwise torch optimizer, in its ordinary way on the flat shards."""
@@ -299,7 +291,7 @@ class HostMaster:
         if factor != 1.0:
             self.scale_grads(factor)
         for group in self._groups:
-            group.param.grad = group.grads.tensor
+            group.state.param.grad = group.grads.tensor
         self._optimizer.step()
         for group in self._groups:
-            group.param.grad = None
+            group.state.param.grad = None

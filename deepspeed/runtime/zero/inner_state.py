@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.zero.forms import write_flat
 from deepspeed.runtime.zero.layout import GroupLayout
 
 logger = logging.getLogger("DeepSpeed")
@@ -56,7 +57,7 @@ def adopt_state(
             for segment in layout.segments(*layout.shard_bounds(shard)):
                 flat = kept[segment.slot.index][name].reshape(-1)
                 source = flat[segment.param_start : segment.param_start + segment.numel]
-                moment[segment.offset : segment.offset + segment.numel].copy_(source)
+                write_flat(moment, segment.offset, source)
     owned = {id(master) for master in masters}
     for key in [key for key in optimizer.state if id(key) not in owned]:
         del optimizer.state[key]

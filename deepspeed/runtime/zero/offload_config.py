@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from deepspeed.runtime.config_base import Count, NonNegativeNumber, Section, expected
+from deepspeed.runtime.zero.forms import MasterForm, MomentForm
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -35,6 +37,18 @@ def _device(value: Any) -> OffloadDeviceEnum:
     return OffloadDeviceEnum(name)
 
 
+def _one_of(choices: type[Enum]) -> Callable[[Any], Any]:
+    """Takes a member of an enumeration, or its value in any letter case."""
+
+    def choose(value: Any) -> Any:
+        name = value.value if isinstance(value, choices) else str(value).lower()
+        if name not in choices.__members__:
+            raise expected(", ".join(f'"{member}"' for member in choices.__members__))
+        return choices[name]
+
+    return choose
+
+
 OffloadDevice = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
 
 
@@ -56,6 +70,10 @@ class OffloadOptimizerConfig(OffloadTarget):
 
     ratio and super_offload are refused unless at their defaults. fast_init, pipeline_read, pipeline_write
     (NVMe) and cpuadam_cores_perc (SuperOffload) have no effect here.
+
+    Keys of this package alone. master_weights: "fp32", or "bf16_residual": the same bits in 2 bytes less.
+    optimizer_states: "fp32", "bf16" (rounded by chance) or "int8" (blocks of 256). optimizer_states_seed: of
+    the chance.
     """
 
     buffer_count: Count = 4
@@ -64,6 +82,9 @@ class OffloadOptimizerConfig(OffloadTarget):
     fast_init: bool = False
     ratio: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     super_offload: bool = False
+    master_weights: Annotated[MasterForm, BeforeValidator(_one_of(MasterForm))] = MasterForm.fp32
+    optimizer_states: Annotated[MomentForm, BeforeValidator(_one_of(MomentForm))] = MomentForm.fp32
+    optimizer_states_seed: Count = 0
     cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.8
 
 

@@ -12,9 +12,9 @@ import torch
 from deepspeed.runtime.precision import LossScalerBase
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
+from deepspeed.runtime.zero.forms import Flat, read_flat, write_flat
 from deepspeed.runtime.zero.layout import ParamSlot
 from deepspeed.runtime.zero.parts import ZeroParts
-from deepspeed.runtime.zero.publisher import copy_to_shard
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -145,8 +145,7 @@ class ParamAccess:
     def refresh_masters(self) -> None:
         """Set every master from the parameters' present values."""
         self._parts.master.wait_readers()
-        for layout, master in zip(self._parts.groups, self._parts.master.masters, strict=True):
-            copy_to_shard(layout, self._parts.shard, self._parts.params, master)
+        self._parts.master.refresh()
 
     def _params(self) -> Iterable[torch.nn.Parameter]:
         return self._parts.params.values()
@@ -155,8 +154,8 @@ class ParamAccess:
         state: dict[str, Any] = self._optimizer.state[self._optimizer.param_groups[slot.group]["params"][0]]
         return state
 
-    def _is_elementwise(self, held: Any, slot: ParamSlot) -> TypeGuard[torch.Tensor]:
-        return isinstance(held, torch.Tensor) and held.shape == self._parts.master.masters[slot.group].shape
+    def _is_elementwise(self, held: Any, slot: ParamSlot) -> TypeGuard[Flat]:
+        return isinstance(held, Flat) and held.shape == self._parts.master.masters[slot.group].shape
 
     def _runs(self, slot: ParamSlot) -> Iterator[_Run]:
         layout = self._parts.groups[slot.group]
@@ -166,24 +165,23 @@ class ParamAccess:
             if start < end:
                 yield _Run(owner, start - slot.start, start - low, end - start)
 
-    def _gather(self, param: torch.nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
+    def _gather(self, param: torch.nn.Parameter, shard: Flat) -> torch.Tensor:
         slot = self._slots[id(param)]
         full = torch.empty(slot.numel, dtype=torch.float32, device=param.device)
         for run in self._runs(slot):
             place = full[run.param_start : run.param_start + run.numel]
             if run.owner == self._parts.shard:
-                place.copy_(shard[run.shard_start : run.shard_start + run.numel])
+                place.copy_(read_flat(shard, run.shard_start, run.shard_start + run.numel))
             if self._parts.groups[slot.group].shards > 1:
                 collectives.broadcast(place, run.owner, self._comm)
         return full.view_as(param)
 
-    def _scatter(self, param: torch.nn.Parameter, value: torch.Tensor, shard: torch.Tensor) -> None:
+    def _scatter(self, param: torch.nn.Parameter, value: torch.Tensor, shard: Flat) -> None:
         slot = self._slots[id(param)]
         flat = value.detach().reshape(-1)
         for run in self._runs(slot):
             if run.owner == self._parts.shard:
-                place = shard[run.shard_start : run.shard_start + run.numel]
-                place.copy_(flat[run.param_start : run.param_start + run.numel])
+                write_flat(shard, run.shard_start, flat[run.param_start : run.param_start + run.numel])
 
 
 def _access_of(param: torch.nn.Parameter) -> ParamAccess | None:

@@ -17,21 +17,40 @@ from deepspeed.runtime.zero.buckets import BucketPool, GradReducer, GradSink
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
+from deepspeed.runtime.zero.forms import BLOCK_NUMEL, Flat, MasterForm, StateForms
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
 from deepspeed.runtime.zero.inner_state import adopt_state
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
-from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
+from deepspeed.runtime.zero.staging import SLOTS, Downloader, StagingRing, UploadPublisher
 
-# Elements of one tile of the step. Three slots of it are 96 MiB of staging memory in 16 bits.
-TILE_NUMEL = 1 << 24
-# The same where a processor copies the tile on: it should still lie in the cache then.
-CACHED_TILE_NUMEL = 1 << 22
+# Elements of one tile of the step. Fresh weights are sent on from the cache: tiles of 8 or 16 Mi elements, or
+# writing past the cache, took a tenth longer on an H200 host (benchmarks/README.md).
+TILE_NUMEL = 1 << 22
+# Elements of one download through page-locked memory; three slots are 96 MiB in 16 bits. Downloads of a
+# quarter of it took a sixth longer there.
+DOWNLOAD_NUMEL = 1 << 24
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
 # count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of one step are added up.
+
+    Args:
+        dtype: in which they are kept and added on the host, whatever else; None: fp32, or as they arrived
+            while there is one.
+        keeps_16bit: without a dtype, a host gradient that arrives once a step stays as it arrived.
+        is_separate: micro-batches are never added in `param.grad`.
+    """
+
+    dtype: torch.dtype | None = None
+    keeps_16bit: bool = False
+    is_separate: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,12 +66,13 @@ class ZeroSettings:
         allgather_bucket_numel: most elements gathered at once, over all ranks.
         overlap_comm: reduce one bucket while the next fills.
         wire_dtype: element type of gradients on the wire; None: the parameters'.
-        keep_16bit_grads: a host gradient that arrives once a step stays as it arrived.
-        fp32_accumulation: micro-batches are added in fp32, never in the parameters' type.
+        accumulation: how gradients are added up.
+        forms: what is kept in smaller forms on the host.
         gradient_clipping: largest norm; 0 for none.
         skip_nonfinite: a step with a gradient that is not finite is skipped.
         ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
         tile_numel: elements of one tile of the step.
+        download_numel: elements of one gradient download through page-locked memory.
     """
 
     stage: int
@@ -63,12 +83,13 @@ class ZeroSettings:
     allgather_bucket_numel: int = 1 << 26
     overlap_comm: bool = True
     wire_dtype: torch.dtype | None = None
-    keep_16bit_grads: bool = False
-    fp32_accumulation: bool = False
+    accumulation: Accumulation = Accumulation()
+    forms: StateForms = StateForms()
     gradient_clipping: float = 0.0
     skip_nonfinite: bool = True
     ignore_unused_parameters: bool = True
     tile_numel: int = TILE_NUMEL
+    download_numel: int = DOWNLOAD_NUMEL
 
     @property
     def copies_pageable(self) -> bool:
@@ -77,14 +98,14 @@ class ZeroSettings:
 
     def reduces_every_pass(self, world: int) -> bool:
         """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
-        return self.stage >= 2 or world == 1 or self.fp32_accumulation
+        return self.stage >= 2 or world == 1 or self.accumulation.is_separate
 
 
 class Master(Protocol):
     """The four verbs of a master shard, and what goes with them. See `HostMaster`."""
 
     @property
-    def masters(self) -> list[torch.Tensor]: ...
+    def masters(self) -> list[Flat]: ...
 
     def grads(self, group: int) -> torch.Tensor: ...
 
@@ -99,6 +120,8 @@ class Master(Protocol):
     def step(self, factor: float, publisher: Publisher) -> None: ...
 
     def publish(self, publisher: Publisher) -> None: ...
+
+    def refresh(self) -> None: ...
 
     def clear_grads(self) -> None: ...
 
@@ -174,10 +197,14 @@ def build_parts(
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
     tile_numel = min(settings.tile_numel, settings.allgather_bucket_numel // shards)
-    if settings.copies_pageable:
-        tile_numel = min(tile_numel, CACHED_TILE_NUMEL)
     tile_numel = max(1, tile_numel)
-    from_device = ParamPublisher(groups, params, comm, tile_numel)
+    forms, on_device = settings.forms, settings.device.type != "cpu"
+    if not forms.are_default:
+        check_forms(optimizer, params, settings)
+        tile_numel = max(tile_numel // BLOCK_NUMEL * BLOCK_NUMEL, BLOCK_NUMEL)
+    from_device = ParamPublisher(
+        groups, params, comm, tile_numel, whole_chunks=not forms.are_default and not on_device
+    )
     publisher: Publisher = from_device
     closers: list[Any] = []
     master: Master
@@ -186,8 +213,11 @@ def build_parts(
         if settings.device.type == "cuda":
             dtypes = [params_dtype(layout, params) for layout in groups]
             widest = max((dtype.itemsize for dtype in dtypes), default=2)
-            ring = StagingRing(tile_numel * widest, settings.pin_memory, ledger)
-            publisher = UploadPublisher(from_device, dtypes, ring, settings.device)
+            slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, settings.download_numel)
+            reads_weights = forms.master is MasterForm.bf16_residual
+            slots = SLOTS + int(reads_weights)
+            ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger, slots)
+            publisher = UploadPublisher(from_device, dtypes, ring, settings.device, reads_weights)
             downloader = Downloader(ring, settings.device)
             closers = [ring]
         host = _host_settings(optimizer, settings, wire_dtype, ledger)
@@ -240,6 +270,31 @@ def _members(
     return members
 
 
+def check_forms(
+    optimizer: torch.optim.Optimizer, params: Mapping[int, torch.nn.Parameter], settings: ZeroSettings
+) -> None:
+    """Refuse smaller forms where they cannot hold.
+
+    Raises:
+        ValueError: they need our Adam, or the residual needs bf16 weights.
+    """
+    forms, section = settings.forms, "zero_optimization.offload_optimizer"
+    key, value = "optimizer_states", forms.moments.value
+    if forms.master is not MasterForm.fp32:
+        key, value = "master_weights", forms.master.value
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        raise ValueError(
+            f'{section}.{key}: expected "fp32" with {type(optimizer).__name__}, got "{value}". Use Adam or '
+            "AdamW of the configuration, or DeepSpeedCPUAdam."
+        )
+    others = {param.dtype for param in params.values()} - {torch.bfloat16}
+    if forms.master is MasterForm.bf16_residual and others:
+        raise ValueError(
+            f'{section}.master_weights: expected "fp32" with weights of {others.pop()}, got "{value}". Only '
+            "a bf16 weight is the upper half of its fp32 master; set bf16.enabled."
+        )
+
+
 def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
     """The parameters' dtype, or fp32 when they differ."""
     dtypes = {param.dtype for param in params}
@@ -249,21 +304,35 @@ def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
 def _host_settings(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype, ledger: Ledger
 ) -> HostSettings:
-    """Leave cores to who works beside the kernels: backward, or the thread that copies pageable memory.
+    """Leave cores to who works beside the kernels: backward, and the thread that launches or makes copies.
 
     A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a
-    parameter.
+    parameter beside pageable copies, 0.23 against 0.20 beside page-locked ones (benchmarks/README.md).
     """
     threads = host_threads()
-    fewer = max(1, threads - max(1, threads // 8)) if settings.device.type == "cuda" else threads
+    grad_threads = step_threads = threads
+    if settings.device.type == "cuda":
+        grad_threads = max(1, threads - max(1, threads // 8))
+        step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
     grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
-    step_threads = fewer if settings.copies_pageable else threads
-    return HostSettings(grad_dtype, fewer, step_threads, ledger, settings.copies_pageable)
+    widens = settings.accumulation.dtype is None
+    return HostSettings(grad_dtype, grad_threads, step_threads, ledger, widens, settings.forms)
 
 
 def _grad_dtype(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype
 ) -> torch.dtype:
     """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
-    keeps = settings.keep_16bit_grads and isinstance(optimizer, DeepSpeedCPUAdam) and wire_dtype.itemsize == 2
+    if settings.accumulation.dtype is not None:
+        if settings.accumulation.dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
+            raise ValueError(
+                f"data_types.grad_accum_dtype: expected fp32 or null with {type(optimizer).__name__} on the "
+                f"host, got {settings.accumulation.dtype}. Use Adam or AdamW of the configuration."
+            )
+        return settings.accumulation.dtype
+    keeps = (
+        settings.accumulation.keeps_16bit
+        and isinstance(optimizer, DeepSpeedCPUAdam)
+        and wire_dtype.itemsize == 2
+    )
     return wire_dtype if keeps else torch.float32

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,10 @@ import torch
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm, Wait
 from deepspeed.runtime.zero.layout import GroupLayout, Segment
+
+# One that is being computed and one that waits for it. A ring has a slot more, for the one that travels, and
+# those that are read ahead.
+OPEN_CHUNKS = 2
 
 
 class Target(NamedTuple):
@@ -31,14 +35,19 @@ class Chunk:
     """
 
     targets: Sequence[Target]
+    # Waits until the targets hold the present weights; None if they do, or need not.
+    filled: Wait | None = None
 
 
 class Publisher(Protocol):
     """Opens chunks for writing and brings what was written to the parameters.
 
     Every rank opens and closes the same chunks in the same order, also those that lie wholly in its padding.
-    Two may be open at a time; they are closed in the order in which they were opened.
+    `reads_ahead + OPEN_CHUNKS` may be open at a time; they are closed in the order in which they were opened.
     """
+
+    # Chunks to open before one is written, because opening starts to read the weights that it holds now.
+    reads_ahead: int
 
     def chunks(self, group: int) -> Iterator[tuple[int, int]]:
         """Chunk bounds `(start, end)` over the group's shard, padding included."""
@@ -53,50 +62,67 @@ class Publisher(Protocol):
         """After this every parameter is fresh (on a device: in the current stream's order)."""
 
 
-def publish_all(
-    publisher: Publisher,
-    groups: int,
-    prepare: Callable[[int, Target], Callable[[], object]],
-    compute: Executor | None = None,
-) -> None:
+def publish_all(publisher: Publisher, groups: int, write: Callable[[int, Target], Wait | None]) -> None:
     """Walk every chunk of every group once.
 
-    With an executor a chunk is computed on its thread while this one launches the transfers of the chunk
-    before: launching takes a tenth of a chunk's time, and from pageable memory it takes as long as the copy.
+    While a chunk is being computed elsewhere, the next one waits there already, so that nobody pauses; this
+    thread meanwhile launches the transfers of the chunk before, which from pageable memory takes as long as
+    the copy.
 
     Args:
         publisher: where the weights go.
         groups: how many parameter groups.
-        prepare: returns the call that computes a target of a group; the call should not need the interpreter.
-        compute: one thread; None to compute here.
+        write: writes a target of a group; returns None when it is done, or what waits for it.
     """
-    written: Chunk | None = None
+    walk = _Walk(publisher, write)
     for group in range(groups):
         for start, end in publisher.chunks(group):
-            chunk = publisher.open_chunk(group, start, end)
-            calls = [prepare(group, target) for target in chunk.targets]
-            jobs = [compute.submit(call) for call in calls] if compute is not None else []
-            if written is not None:
-                publisher.close_chunk(written)
-            if compute is None:
-                for call in calls:
-                    call()
-            for job in jobs:
-                job.result()
-            written = chunk
-    if written is not None:
-        publisher.close_chunk(written)
+            walk.opened.append((group, publisher.open_chunk(group, start, end)))
+            if len(walk.opened) > publisher.reads_ahead:
+                walk.write_next()
+    while walk.opened:
+        walk.write_next()
+    while walk.unwritten:
+        walk.close_next()
     publisher.finish()
+
+
+class _Walk:
+    """The chunks under way of one walk, in order: opened, then being written, then closed."""
+
+    def __init__(self, publisher: Publisher, write: Callable[[int, Target], Wait | None]) -> None:
+        self._publisher = publisher
+        self._write = write
+        self.opened: deque[tuple[int, Chunk]] = deque()
+        self.unwritten: deque[tuple[Chunk, list[Wait]]] = deque()
+
+    def write_next(self) -> None:
+        """Have the oldest opened chunk written; close what is done, or has waited long enough."""
+        group, chunk = self.opened.popleft()
+        if chunk.filled is not None:
+            chunk.filled()
+        waits = [self._write(group, target) for target in chunk.targets]
+        self.unwritten.append((chunk, [wait for wait in waits if wait is not None]))
+        # A chunk that is written already is closed at once, so that it travels as early as it can.
+        while self.unwritten and (len(self.unwritten) == OPEN_CHUNKS or not self.unwritten[0][1]):
+            self.close_next()
+
+    def close_next(self) -> None:
+        """Wait until the oldest chunk is written, and close it."""
+        chunk, waits = self.unwritten.popleft()
+        for wait in waits:
+            wait()
+        self._publisher.close_chunk(chunk)
 
 
 @dataclass(frozen=True)
 class _ParamChunk(Chunk):
-    """A chunk that is gathered from all ranks."""
+    """A chunk in a buffer of its own, gathered from all ranks if there are several shards."""
 
-    group: int
-    start: int
-    end: int
-    own: torch.Tensor  # [end - start] the params' dtype
+    group: int = field(kw_only=True)
+    start: int = field(kw_only=True)
+    end: int = field(kw_only=True)
+    own: torch.Tensor = field(kw_only=True)  # [end - start] the params' dtype
 
 
 class _Gather(NamedTuple):
@@ -110,9 +136,9 @@ class _Gather(NamedTuple):
 class ParamPublisher:
     """Publishes from where the parameters are.
 
-    A rank that owns whole groups writes straight into the parameters. Otherwise a chunk is written to a
-    buffer of its own and gathered from all ranks; the gather of one chunk is in flight while the next is
-    computed.
+    A rank that owns whole groups writes straight into the parameters, unless chunks are to be whole runs that
+    hold the present weights. Otherwise a chunk is written to a buffer of its own and gathered from all ranks;
+    the gather of one chunk is in flight while the next is computed.
     Memory: nothing, or `2 * (world + 1) * chunk_numel` elements during a step.
 
     Args:
@@ -120,7 +146,10 @@ class ParamPublisher:
         params: parameters by `slot.index`.
         comm: the ranks.
         chunk_numel: elements of one chunk.
+        whole_chunks: one target a chunk, which starts at the chunk's start and holds the present weights.
     """
+
+    reads_ahead = 0
 
     def __init__(
         self,
@@ -128,8 +157,10 @@ class ParamPublisher:
         params: Mapping[int, torch.nn.Parameter],
         comm: Comm,
         chunk_numel: int,
+        whole_chunks: bool = False,
     ) -> None:
         self._groups = groups
+        self._whole_chunks = whole_chunks
         self._params = params
         self._comm = comm
         self._chunk_numel = chunk_numel
@@ -144,7 +175,7 @@ class ParamPublisher:
     def open_chunk(self, group: int, start: int, end: int) -> Chunk:
         """See `Publisher`."""
         layout = self._groups[group]
-        if layout.shards == 1:
+        if layout.shards == 1 and not self._whole_chunks:
             return Chunk(
                 [
                     Target(
@@ -159,16 +190,25 @@ class ParamPublisher:
         own = torch.empty(end - start, dtype=params_dtype(layout, self._params), device=device)
         owned_end = self.owned_end(group, end)
         targets = [Target(start, owned_end, own[: owned_end - start])] if owned_end > start else []
-        return _ParamChunk(targets, group, start, end, own)
+        if self._whole_chunks:
+            self.read_chunk(group, start, own)
+        return _ParamChunk(targets, group=group, start=start, end=end, own=own)
+
+    def read_chunk(self, group: int, start: int, out: torch.Tensor) -> None:
+        """Copy this rank's present weights of a chunk, `[end - start]`; in the current stream's order."""
+        copy_to_shard(self._groups[group], self._own_shard(group), self._params, out, start, True)
 
     def owned_end(self, group: int, end: int) -> int:
         """A chunk's end without the padding behind this rank's shard."""
         layout = self._groups[group]
-        return min(end, layout.shard_numel(self._comm.rank if layout.shards > 1 else 0))
+        return min(end, layout.shard_numel(self._own_shard(group)))
 
     def close_chunk(self, chunk: Chunk) -> None:
         """See `Publisher`."""
         if not isinstance(chunk, _ParamChunk):
+            return
+        if self._groups[chunk.group].shards == 1:
+            copy_from_shard(self._groups[chunk.group], 0, self._params, chunk.own, chunk.start)
             return
         gathered = chunk.own.new_empty(self._comm.world * chunk.own.numel())
         wait = collectives.launch_all_gather(gathered, chunk.own, self._comm)
@@ -179,6 +219,9 @@ class ParamPublisher:
         """See `Publisher`."""
         self._finish_in_flight()
 
+    def _own_shard(self, group: int) -> int:
+        return self._comm.rank if self._groups[group].shards > 1 else 0
+
     def _finish_in_flight(self) -> None:
         """Wait for the gather in flight and copy its rows into the parameters."""
         if self._in_flight is None:
@@ -188,10 +231,7 @@ class ParamPublisher:
         layout = self._groups[chunk.group]
         rows = gathered.view(self._comm.world, -1)
         for rank, row in enumerate(rows):
-            base, shard_end = layout.shard_bounds(rank)
-            for segment in layout.segments(base + chunk.start, min(base + chunk.end, shard_end)):
-                part = row[segment.offset : segment.offset + segment.numel]
-                segment_view(segment, self._params).copy_(part)
+            copy_from_shard(layout, rank, self._params, row, chunk.start)
 
 
 def segment_view(segment: Segment, params: Mapping[int, torch.nn.Parameter]) -> torch.Tensor:
@@ -201,18 +241,43 @@ def segment_view(segment: Segment, params: Mapping[int, torch.nn.Parameter]) -> 
 
 
 def copy_to_shard(
-    layout: GroupLayout, shard: int, params: Mapping[int, torch.nn.Parameter], flat: torch.Tensor
+    layout: GroupLayout,
+    shard: int,
+    params: Mapping[int, torch.nn.Parameter],
+    flat: torch.Tensor,
+    start: int = 0,
+    non_blocking: bool = False,
 ) -> None:
-    """Copy the parameters' present values into a shard.
+    """Copy the parameters' present values into a run of a shard.
 
     Args:
         layout: the parameter group.
         shard: which of its shards.
         params: parameters by `slot.index`.
-        flat: `[shard_numel]` any floating dtype, overwritten.
+        flat: `[n]` any floating dtype, overwritten.
+        start: its first element, counted from the shard's.
+        non_blocking: the call may return before the copy has ended.
     """
-    for segment in layout.segments(*layout.shard_bounds(shard)):
-        flat[segment.offset : segment.offset + segment.numel].copy_(segment_view(segment, params))
+    for segment in _run_segments(layout, shard, start, flat.numel()):
+        place = flat[segment.offset : segment.offset + segment.numel]
+        place.copy_(segment_view(segment, params), non_blocking=non_blocking)
+
+
+def copy_from_shard(
+    layout: GroupLayout,
+    shard: int,
+    params: Mapping[int, torch.nn.Parameter],
+    flat: torch.Tensor,
+    start: int = 0,
+) -> None:
+    """Copy a run of a shard into the parameters, the other way."""
+    for segment in _run_segments(layout, shard, start, flat.numel()):
+        segment_view(segment, params).copy_(flat[segment.offset : segment.offset + segment.numel])
+
+
+def _run_segments(layout: GroupLayout, shard: int, start: int, numel: int) -> Iterator[Segment]:
+    base, shard_end = layout.shard_bounds(shard)
+    return layout.segments(base + start, min(base + start + numel, shard_end))
 
 
 def params_dtype(layout: GroupLayout, params: Mapping[int, torch.nn.Parameter]) -> torch.dtype:

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from deepspeed.runtime.zero.forms import EncodedFlat, as_tensor
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.param_access import ParamAccess
@@ -164,8 +165,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's masters, one a group, `[shard_numel]` fp32, without padding."""
-        return self._parts.master.masters
+        """This rank's masters, one a group, `[shard_numel]` fp32, without padding.
+
+        Copies, if masters are kept in a smaller form.
+        """
+        return [as_tensor(master) for master in self._parts.master.masters]
 
     def host_buffers(self) -> list[LedgerEntry]:
         """Every host buffer of this rank: name, bytes, page-locked or not."""
@@ -406,11 +410,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard, without copying: loss scaler, inner optimizer, masters."""
+        """This rank's shard: loss scaler, inner optimizer, masters.
+
+        Copies only what is kept in a smaller form.
+        """
+        inner = self._inner.state_dict()
+        for entries in inner["state"].values():
+            entries.update({k: as_tensor(v) for k, v in entries.items() if isinstance(v, EncodedFlat)})
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "overflow": self.overflow,
-            "base_optimizer_state": self._inner.state_dict(),
+            "base_optimizer_state": inner,
             "single_partition_of_fp32_groups": self.single_partition_of_fp32_groups,
             "zero_stage": self._settings.stage,
             "partition_count": self._comm.world,
@@ -422,7 +432,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         Raises:
             ValueError: it was saved with another number of ranks or other groups.
         """
-        masters, saved = self.single_partition_of_fp32_groups, state_dict["single_partition_of_fp32_groups"]
+        masters, saved = self._parts.master.masters, state_dict["single_partition_of_fp32_groups"]
         if [master.numel() for master in masters] != [master.numel() for master in saved]:
             raise ValueError(
                 "single_partition_of_fp32_groups: expected shards of "

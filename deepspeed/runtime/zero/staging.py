@@ -6,19 +6,20 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from deepspeed.runtime.zero.collectives import Wait
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
 from deepspeed.runtime.zero.layout import BucketItem
-from deepspeed.runtime.zero.publisher import Chunk, ParamPublisher, Target
+from deepspeed.runtime.zero.publisher import OPEN_CHUNKS, Chunk, ParamPublisher, Target
 
 # Takes items, the first element of the run counted from the first item's, and the run itself in host memory.
 HostSink = Callable[[Sequence[BucketItem], int, torch.Tensor], None]
 
-SLOTS = 3
+SLOTS = OPEN_CHUNKS + 1  # unless weights are read ahead
 
 
 class StagingSlot:
@@ -49,19 +50,21 @@ class StagingRing:
     Goal: page-locked memory is a constant, whatever the model; only this is ever pinned.
     Lifetime: from initialization to `close`. Downloads use it during backward, uploads during step, never
     both.
-    Memory: `SLOTS * slot_nbytes`.
+    Memory: `slots * slot_nbytes`.
 
     Args:
         slot_nbytes: bytes of one slot.
         pin: page-lock the slots.
         ledger: counts them.
+        slots: how many.
     """
 
-    def __init__(self, slot_nbytes: int, pin: bool, ledger: Ledger) -> None:
+    def __init__(self, slot_nbytes: int, pin: bool, ledger: Ledger, slots: int = SLOTS) -> None:
         self.slot_nbytes = slot_nbytes
+        self.slots = slots
         self._buffers = [
             HostBuffer(f"staging[{index}]", slot_nbytes, torch.uint8, ledger).fill_zero()
-            for index in range(SLOTS)
+            for index in range(slots)
         ]
         # Stops at the first that fails: one warning, not one a slot.
         self.pinned = pin and all(buffer.pin() for buffer in self._buffers)
@@ -175,7 +178,7 @@ class Downloader:
         self._stream.wait_event(download.ready)
         slot_numel = self._ring.slot_nbytes // download.flat.element_size()
         for first in range(0, download.flat.numel(), slot_numel):
-            if len(self._arrivals) == SLOTS:
+            if len(self._arrivals) == self._ring.slots:
                 self._deliver_oldest()
             part = download.flat[first : first + slot_numel]
             slot = self._ring.acquire()
@@ -208,29 +211,38 @@ class Downloader:
 class _StagedChunk(Chunk):
     """A chunk that is written in host memory first."""
 
-    group: int
-    start: int
-    end: int
-    slot: StagingSlot
-    staged: torch.Tensor  # [end - start] the params' dtype, host
+    group: int = field(kw_only=True)
+    start: int = field(kw_only=True)
+    end: int = field(kw_only=True)
+    slot: StagingSlot = field(kw_only=True)
+    staged: torch.Tensor = field(kw_only=True)  # [end - start] the params' dtype, host
 
 
 class UploadPublisher:
     """Publishes weights that are computed on the host to parameters on a device.
 
     The host writes a chunk into a slot; its upload and, with several ranks, its all-gather run on a side
-    stream while the host computes the next chunk.
+    stream while the host computes the next chunk. If the host needs the present weights, the chunk after that
+    comes down meanwhile, on a third stream.
 
     Args:
         inner: publishes from the device.
         dtypes: the parameters' dtype, one a group.
         ring: the staging ring; a slot holds a chunk.
         device: where the parameters are.
+        reads_weights: chunks hold the present weights when they are written.
     """
 
     def __init__(
-        self, inner: ParamPublisher, dtypes: Sequence[torch.dtype], ring: StagingRing, device: torch.device
+        self,
+        inner: ParamPublisher,
+        dtypes: Sequence[torch.dtype],
+        ring: StagingRing,
+        device: torch.device,
+        reads_weights: bool = False,
     ) -> None:
+        self.reads_ahead = int(reads_weights)
+        self._read_stream = torch.cuda.Stream(device) if reads_weights else None
         self._inner = inner
         self._dtypes = dtypes
         self._ring = ring
@@ -245,14 +257,24 @@ class UploadPublisher:
     def open_chunk(self, group: int, start: int, end: int) -> Chunk:
         """See `Publisher`."""
         if not self._started:
-            # The device may still be reading the weights of the pass before.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            # The device may still be reading the weights of the pass before, or changing them.
+            for stream in filter(None, (self._stream, self._read_stream)):
+                stream.wait_stream(torch.cuda.current_stream(self._device))
             self._started = True
         slot = self._ring.acquire()
         staged = slot.view(end - start, self._dtypes[group])
         owned_end = self._inner.owned_end(group, end)
         targets = [Target(start, owned_end, staged[: owned_end - start])] if owned_end > start else []
-        return _StagedChunk(targets, group, start, end, slot, staged)
+        filled = self._read(group, start, staged) if self._read_stream is not None else None
+        return _StagedChunk(targets, filled, group=group, start=start, end=end, slot=slot, staged=staged)
+
+    def _read(self, group: int, start: int, staged: torch.Tensor) -> Wait:
+        """Start bringing the present weights of a chunk down; returns what waits for them."""
+        with torch.cuda.stream(self._read_stream):
+            self._inner.read_chunk(group, start, staged)
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._read_stream)
+        return event.synchronize
 
     def close_chunk(self, chunk: Chunk) -> None:
         """See `Publisher`."""

@@ -5,6 +5,7 @@ Started once: Lightning runs the same script again for the second rank.
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -74,8 +75,11 @@ def loader():
 def make_trainer(setting, folder, callbacks=()):
     strategy = setting["strategy"]
     if "config" in setting:
-        Path("deepspeed.json").write_text(json.dumps(setting["config"]))
-        strategy = DeepSpeedStrategy(config="deepspeed.json")
+        path = Path(
+            f"deepspeed-{os.getpid()}.json"
+        )  # a file of each rank's own, so that none reads half of one
+        path.write_text(json.dumps(setting["config"]))
+        strategy = DeepSpeedStrategy(config=path)
     elif "options" in setting:
         strategy = DeepSpeedStrategy(**setting["options"])
     return pl.Trainer(

@@ -55,7 +55,6 @@ SWITCHED_ON = [
     ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 4}}),
     ("zero_optimization.legacy_stage1", {"zero_optimization": {"stage": 1, "legacy_stage1": True}}),
-    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),

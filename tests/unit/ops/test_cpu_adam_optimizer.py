@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.cpu_adam import AdamSlice
 from tests.unit.ops.reference import FLOATS
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -96,7 +97,7 @@ def test_gradient_may_have_another_type_than_the_parameter(dtype, grad_dtype):
         state_of = optimizer.state
         optimizer.init_state(param)
         state_of[param]["step"] = 1
-        optimizer.prepare_slice(optimizer.param_groups[0], param, slice(0, 100), gradient, 1.0, None)()
+        optimizer.step_slice(optimizer.param_groups[0], 1, slice_of(optimizer, param, 0, 100, gradient), 1.0)
         results.append((param.detach(), state_of[param]["exp_avg"]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -107,6 +108,12 @@ def test_16_bit_moments_follow_the_parameters_type_when_asked():
     train(optimizer, 2)
     assert optimizer.state[param]["exp_avg"].dtype == torch.bfloat16
     assert optimizer.state[param]["exp_avg_sq"].dtype == torch.bfloat16
+
+
+def slice_of(optimizer, param, start, end, grad, out=None):
+    state = optimizer.state[param]
+    moments = (state[name][start:end] for name in ("exp_avg", "exp_avg_sq"))
+    return AdamSlice(param.data[start:end], grad, *moments, out[start:end] if out is not None else None)
 
 
 def test_slices_of_a_flat_parameter_make_the_same_step():
@@ -126,12 +133,48 @@ def test_slices_of_a_flat_parameter_make_the_same_step():
     other.state[param]["step"] = 1
     for start in range(0, 10_007, 1_009):
         end = min(start + 1_009, 10_007)
-        grad = param.grad[start:end] * 8
-        other.prepare_slice(other.param_groups[0], param, slice(start, end), grad, 1 / 8, out[start:end])()
+        part = slice_of(other, param, start, end, param.grad[start:end] * 8, out)
+        other.step_slice(other.param_groups[0], 1, part, 1 / 8)
     assert torch.equal(param, whole[0])
     assert torch.equal(out, param.detach().bfloat16())
     assert made == [("exp_avg", 10_007, torch.float32), ("exp_avg_sq", 10_007, torch.float32)]
     assert other.state[param]["step"] == 1, "the caller counts the step, once for all slices"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_queued_slices_make_the_same_step_in_any_thread(threads):
+    whole, sliced = make_params([(300_007,)]), make_params([(300_007,)])
+    optimizer, other = DeepSpeedCPUAdam(whole, **HYPER), DeepSpeedCPUAdam(sliced, **HYPER)
+    param, out = sliced[0], torch.empty(300_007, dtype=torch.bfloat16)
+    other.init_state(param)
+    queue = other.make_queue(threads)
+    bounds = [0, 0, 1, 17_000, 17_000, 120_003, 300_007]
+    for step in range(1, 4):
+        set_gradients(whole, step)
+        set_gradients(sliced, step)
+        optimizer.step()
+        waits = []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            part = slice_of(other, param, start, end, param.grad[start:end] * 8, out)
+            waits.append(other.submit_slice(queue, other.param_groups[0], step, part, 1 / 8))
+        for wait in reversed(waits):
+            wait()
+        assert torch.equal(param, whole[0])
+        assert torch.equal(out, param.detach().bfloat16())
+
+
+def test_a_queue_that_is_dropped_computes_what_it_was_given():
+    param = make_params([(500_000,)])[0]
+    expected = param.detach().clone()
+    optimizer = DeepSpeedCPUAdam([param], **HYPER)
+    optimizer.init_state(param)
+    optimizer.state[param]["step"] = 1
+    gradient = torch.ones(500_000)
+    queue = optimizer.make_queue(2)
+    part = slice_of(optimizer, param, 0, 500_000, gradient)
+    optimizer.submit_slice(queue, optimizer.param_groups[0], 1, part, 1.0)
+    del queue
+    assert (param != expected).all()
 
 
 def test_every_group_and_parameter_has_its_own_step_count():

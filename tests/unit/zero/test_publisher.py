@@ -1,8 +1,6 @@
 """Publishing: every element of every parameter is fresh on every rank, and padding reaches none."""
 
 import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,17 +72,14 @@ class OneOfMany:
 
         return wait
 
-    def prepare(self, group, target):
-        def write():
-            base = self.layouts[group].shard_bounds(self.rank if self.layouts[group].shards > 1 else 0)[0]
-            values = [_value(group, base + position) for position in range(target.start, target.end)]
-            target.out.copy_(torch.tensor(values))
+    def write(self, group, target):
+        base = self.layouts[group].shard_bounds(self.rank if self.layouts[group].shards > 1 else 0)[0]
+        values = [_value(group, base + position) for position in range(target.start, target.end)]
+        target.out.copy_(torch.tensor(values))
 
-        return write
-
-    def publish(self, compute=None):
+    def publish(self, write=None):
         self.gathered = []
-        publish_all(self.publisher, len(self.layouts), self.prepare, compute)
+        publish_all(self.publisher, len(self.layouts), write or self.write)
         for index, layout in enumerate(self.layouts):
             for slot in layout.slots:
                 expected = [_value(index, position) for position in range(slot.start, slot.end)]
@@ -118,33 +113,32 @@ def test_one_gather_is_in_flight_while_the_next_chunk_is_written(monkeypatch):
     assert one.waiting == 0
 
 
-def test_a_chunk_is_computed_on_the_given_thread(monkeypatch):
+def test_the_next_chunk_is_queued_before_one_is_waited_for(monkeypatch):
     one = OneOfMany(monkeypatch, [[40]], 1, 2, 5)
-    threads = set()
-    prepare = one.prepare
+    events = []
 
-    def noting(group, target):
-        write = prepare(group, target)
-        return lambda: (threads.add(threading.current_thread().name), write())
+    def queue(group, target):
+        events.append(("queue", target.start))
 
-    monkeypatch.setattr(one, "prepare", noting)
-    with ThreadPoolExecutor(1, "compute") as compute:
-        one.publish(compute)
-    assert len(threads) == 1 and threads.pop().startswith("compute")
+        def wait():
+            events.append(("wait", target.start))
+            one.write(group, target)  # as late as it may be written
+
+        return wait
+
+    one.publish(queue)
+    expected = [("queue", 0), ("queue", 5), ("wait", 0), ("queue", 10), ("wait", 5), ("queue", 15)]
+    assert events == [*expected, ("wait", 10), ("wait", 15)]
 
 
 def test_an_error_while_computing_reaches_the_caller(monkeypatch):
     one = OneOfMany(monkeypatch, [[40]], 0, 2, 5)
 
-    def fail(group, target):
-        def write():
-            raise ZeroDivisionError
+    def fail():
+        raise ZeroDivisionError
 
-        return write
-
-    monkeypatch.setattr(one, "prepare", fail)
-    with ThreadPoolExecutor(1) as compute, pytest.raises(ZeroDivisionError):
-        one.publish(compute)
+    with pytest.raises(ZeroDivisionError):
+        one.publish(lambda group, target: fail)
 
 
 def test_parameters_of_several_dtypes_are_published_through_fp32():
