@@ -83,7 +83,7 @@ STAND_INS = {"ssh": SSH, "pdsh": PDSH, "mpirun": MPIRUN}
 
 
 @pytest.fixture(autouse=True)
-def _work_here(tmp_path, monkeypatch):
+def two_hosts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
