@@ -140,22 +140,31 @@ inline AdamArgs open_block(const AdamArgs& a, Block& block, int64_t at, int64_t 
     return local;
 }
 
-inline void prefetch_bytes(const void* data, int64_t start, int64_t nbytes) {
-    const uintptr_t address = reinterpret_cast<uintptr_t>(data) + start;  // an integer, as in `prefetch`
-    for (int64_t line = 0; line < nbytes; line += 64) {
-        __builtin_prefetch(reinterpret_cast<const void*>(address + line));
-    }
-}
+// What a step in a smaller form reads of each element, for prefetching: a block is a burst of 48 cache lines,
+// more than a core can have under way, so they are asked for one vector at a time.
+struct Reads {
+    struct Line {
+        uintptr_t address;
+        int64_t nbytes;
+    };
+    Line lines[5];
 
-inline void prefetch_block(const AdamArgs& a, int64_t at) {
-    const int64_t master_nbytes = a.forms.ties != nullptr ? 2 : 4;
-    const int64_t moment_nbytes = a.forms.exp_avg_scale != nullptr ? 1 : a.forms.stochastic ? 2 : 4;
-    const int64_t grad_nbytes = a.grad.dtype == Dtype::kFloat32 ? 4 : 2;
-    prefetch_bytes(a.master.data, at * master_nbytes, kBlockNumel * master_nbytes);
-    prefetch_bytes(a.exp_avg.data, at * moment_nbytes, kBlockNumel * moment_nbytes);
-    prefetch_bytes(a.exp_avg_sq.data, at * moment_nbytes, kBlockNumel * moment_nbytes);
-    prefetch_bytes(a.grad.data, at * grad_nbytes, kBlockNumel * grad_nbytes);
-}
+    explicit Reads(const AdamArgs& a) {
+        const int64_t moment_nbytes = a.forms.exp_avg_scale != nullptr ? 1 : a.forms.stochastic ? 2 : 4;
+        const bool split = a.forms.ties != nullptr;
+        lines[0] = {reinterpret_cast<uintptr_t>(a.master.data), split ? 2 : 4};
+        lines[1] = {reinterpret_cast<uintptr_t>(a.exp_avg.data), moment_nbytes};
+        lines[2] = {reinterpret_cast<uintptr_t>(a.exp_avg_sq.data), moment_nbytes};
+        lines[3] = {reinterpret_cast<uintptr_t>(a.grad.data), a.grad.dtype == Dtype::kFloat32 ? 4 : 2};
+        lines[4] = split ? Line{reinterpret_cast<uintptr_t>(a.out.data), 2} : lines[0];
+    }
+    void prefetch(int64_t i) const {
+        for (const Line& line : lines) {
+            __builtin_prefetch(
+                reinterpret_cast<const void*>(line.address + (i + kPrefetchNumel) * line.nbytes));
+        }
+    }
+};
 
 // Brings them back into their form.
 template <class V>
@@ -176,13 +185,14 @@ inline void close_block(const AdamArgs& a, const Block& block, int64_t at, int64
 
 template <class V>
 void adam_blocks(const AdamArgs& a, int64_t begin, int64_t end) {
+    const Reads reads(a);
     Block block;
     for (int64_t at = begin; at < end; at += kBlockNumel) {
         const int64_t numel = end - at < kBlockNumel ? end - at : kBlockNumel;
         const AdamArgs local = open_block<V>(a, block, at, numel);
-        prefetch_block(a, at + kBlockNumel);
         int64_t i = 0;
         for (; i + V::kLanes <= numel; i += V::kLanes) {
+            reads.prefetch(at + i);
             adam_lanes<V>(local, i);
         }
         for (; i < numel; ++i) {
