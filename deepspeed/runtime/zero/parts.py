@@ -29,6 +29,9 @@ from deepspeed.runtime.zero.staging import SLOTS, Downloader, StagingRing, Uploa
 # Elements of one tile of the step. Fresh weights are sent on from the cache: tiles of 8 or 16 Mi elements, or
 # writing past the cache, took a tenth longer on an H200 host (benchmarks/README.md).
 TILE_NUMEL = 1 << 22
+# The same where a tile without a GPU goes through buffers of the C heap: larger ones, freed after each step,
+# leave holes there that grow to a hundred megabytes a rank.
+_BUFFERED_TILE_NUMEL = 1 << 20
 # Elements of one download through page-locked memory; three slots are 96 MiB in 16 bits. Downloads of a
 # quarter of it took a sixth longer there.
 DOWNLOAD_NUMEL = 1 << 24
@@ -196,7 +199,9 @@ def build_parts(
     shard = comm.rank if shards > 1 else 0
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
-    tile_numel = min(settings.tile_numel, settings.allgather_bucket_numel // shards)
+    buffered = settings.device.type == "cpu" and (shards > 1 or not settings.forms.are_default)
+    most = _BUFFERED_TILE_NUMEL if buffered else settings.tile_numel
+    tile_numel = min(settings.tile_numel, most, settings.allgather_bucket_numel // shards)
     tile_numel = max(1, tile_numel)
     forms, on_device = settings.forms, settings.device.type != "cpu"
     if not forms.are_default:
