@@ -274,3 +274,9 @@ def test_another_optimizer_than_our_adam_is_refused_by_key_on_every_rank():
             problems, ("optimizer_states", "master_weights", "grad_accum_dtype"), strict=True
         ):
             assert key in problem and "SGD" in problem and "Adam" in problem
+
+
+def test_the_op_in_plain_torch_knows_no_smaller_form(monkeypatch):
+    monkeypatch.setenv("DS_CPU_ADAM", "torch")
+    with pytest.raises(ValueError, match="optimizer_states: expected .fp32. with DS_CPU_ADAM=torch"):
+        make_engine({"optimizer_states": "int8"})
