@@ -110,10 +110,22 @@ Stream after(Stream s, int64_t numel) {
 // The step in two runs that follow each other without a pause.
 void queue_adam(const KernelTable& kernels, const host_ops::AdamArgs& args, int64_t numel, int threads) {
     host_ops::AdamQueue queue(kernels, threads);
-    const int64_t first = numel / 3;
+    // A smaller form goes on at a block.
+    const int64_t block = host_ops::kBlockNumel;
+    const int64_t first = args.forms.any() ? numel / 3 / block * block : numel / 3;
     host_ops::AdamArgs rest = args;
     for (Stream* s : {&rest.master, &rest.grad, &rest.exp_avg, &rest.exp_avg_sq, &rest.out}) {
         *s = after(*s, first);
+    }
+    rest.forms.first += static_cast<uint32_t>(first);
+    if (args.forms.ties != nullptr) {
+        rest.forms.ties += first / host_ops::kTieBits;
+    }
+    if (args.forms.exp_avg_scale != nullptr) {
+        rest.exp_avg.data = static_cast<char*>(args.exp_avg.data) + first;
+        rest.exp_avg_sq.data = static_cast<char*>(args.exp_avg_sq.data) + first;
+        rest.forms.exp_avg_scale += first / block;
+        rest.forms.exp_avg_sq_scale += first / block;
     }
     const int64_t ticket = queue.submit(args, first);
     queue.submit(rest, numel - first);
@@ -173,6 +185,63 @@ void compare(const KernelTable& scalar, const KernelTable& kernels, Case c, int 
     }
 }
 
+// Steps in the smaller forms, from exact-size arrays again; `moments`: 0 fp32, 1 bf16 by chance, 2 bytes.
+std::vector<std::vector<unsigned char>> run_forms(const KernelTable& kernels, int64_t numel, int moments,
+                                                  int threads) {
+    const int64_t blocks = (numel + host_ops::kBlockNumel - 1) / host_ops::kBlockNumel;
+    const int64_t words = (numel + host_ops::kTieBits - 1) / host_ops::kTieBits;
+    const int64_t moment_nbytes[] = {4, 2, 1};
+    std::vector<std::vector<unsigned char>> arrays;
+    for (const int64_t nbytes : {2 * numel, 2 * numel, moment_nbytes[moments] * numel,
+                                 moment_nbytes[moments] * numel, 4 * blocks, 4 * blocks, 2 * words}) {
+        arrays.emplace_back(nbytes, 0);
+    }
+    std::mt19937 random(7);
+    std::vector<float> master(numel), grad(numel);
+    for (int64_t i = 0; i < numel; ++i) {
+        master[i] = static_cast<float>(random()) * 1e-9f - 2.0f;
+        grad[i] = static_cast<float>(random()) * 1e-9f - 2.0f;
+    }
+    host_ops::AdamArgs args{};
+    args.master = {arrays[0].data(), Dtype::kBfloat16};
+    args.out = {arrays[1].data(), Dtype::kBfloat16};
+    const Dtype dtype = moments == 0 ? Dtype::kFloat32 : Dtype::kBfloat16;
+    args.exp_avg = {arrays[2].data(), dtype};
+    args.exp_avg_sq = {arrays[3].data(), dtype};
+    args.grad = {grad.data(), Dtype::kFloat32};
+    args.grad_scale = args.decay = 1.0f;
+    args.one_minus_beta1 = 0.1f;
+    args.beta2 = 0.999f;
+    args.one_minus_beta2 = 0.001f;
+    args.neg_step_size = -0.01f;
+    args.bias_correction2_sqrt = 0.7f;
+    args.eps = 1e-8f;
+    args.forms.ties = reinterpret_cast<uint16_t*>(arrays[6].data());
+    args.forms.stochastic = moments == 1;
+    if (moments == 2) {
+        args.forms.exp_avg_scale = reinterpret_cast<float*>(arrays[4].data());
+        args.forms.exp_avg_sq_scale = reinterpret_cast<float*>(arrays[5].data());
+    }
+    host_ops::run_split(kernels, args, master.data(), numel);
+    for (uint32_t step = 0; step < 3; ++step) {
+        args.forms.noise_key = step;
+        queue_adam(kernels, args, numel, threads);
+    }
+    return arrays;
+}
+
+void check_forms(const KernelTable& scalar, const KernelTable& kernels, int threads) {
+    for (const int64_t numel : kSizes) {
+        for (int moments = 0; moments < 3; ++moments) {
+            if (run_forms(scalar, numel, moments, 1) != run_forms(kernels, numel, moments, threads)) {
+                ++failures;
+                std::printf("%s differs in small forms: numel %lld, moments %d\n", kernels.name,
+                            static_cast<long long>(numel), moments);
+            }
+        }
+    }
+}
+
 void check_level(const KernelTable& scalar, const KernelTable& kernels, int threads) {
     for (const int64_t numel : kSizes) {
         for (int types = 0; types < 81; ++types) {
@@ -205,6 +274,7 @@ int main(int argc, char** argv) {
         const KernelTable* kernels = host_ops::select_kernels(level);
         if (kernels != nullptr) {
             check_level(*scalar, *kernels, threads);
+            check_forms(*scalar, *kernels, threads);
             std::printf("%s: checked\n", level);
         }
     }
