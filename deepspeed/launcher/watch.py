@@ -71,6 +71,9 @@ class HostWatch:
     def leave(self) -> None:
         """End the watch of this host; after a failure host 0 stays until the others have heard of it."""
         self._over.set()
+        if self._thread.ident is not None:
+            # A thread that is inside the store when the interpreter ends aborts the whole process.
+            self._thread.join(_LEAVE_S)
         if self.verdict is None:
             return
         deadline = time.monotonic() + _LEAVE_S
