@@ -244,3 +244,20 @@ def test_a_host_that_gives_no_sign_is_taken_for_dead(port, monkeypatch):
         second.leave()
         first.leave()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_leaving_waits_for_a_thread_that_is_inside_the_store(port, monkeypatch):
+    """A thread in native code when the interpreter ends aborts the process: exit code 134 of a good job."""
+    watch = HostWatch(Job(("python",), (), 1, "127.0.0.1", int(port), num_nodes=1))
+    inside = threading.Event()
+
+    def slow_add(key, amount):
+        inside.set()
+        time.sleep(1.0)
+        return amount
+
+    monkeypatch.setattr(watch._store, "add", slow_add)
+    watch.start()
+    assert inside.wait(10)
+    watch.leave()
+    assert not watch._thread.is_alive()
