@@ -186,10 +186,11 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def memory_report(self) -> list[dict[str, Any]]:
-        """Every host buffer that the engine owns: name, nbytes, pinned."""
-        return (
-            [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
-        )
+        """Every buffer that the engine owns now: name, nbytes, pinned, owner, device, reserved_nbytes.
+
+        `deepspeed.utils.memory.memory_table` sets it against what the machine measures.
+        """
+        return [asdict(entry) for entry in self.optimizer.buffers()] if self.optimizer is not None else []
 
     # -- train ---------------------------------------------------------------------------------------------
 
