@@ -12,7 +12,6 @@ WITHOUT_EFFECT = {
     "prescale_gradients": "Gradients are reduced to their mean in one operation.",
     "gradient_predivide_factor": "Gradients are reduced to their mean in one operation.",
     "wall_clock_breakdown": "Use torch.profiler around the training step.",
-    "memory_breakdown": "Call deepspeed.utils.see_memory_usage where it matters.",
     "dump_state": "The configuration is engine.config.",
     "log_level": "Call deepspeed.utils.logger.setLevel.",
     "disable_python_gc": "Call gc.disable() in the training script.",

@@ -26,6 +26,7 @@ from deepspeed.runtime.engine_setup import (
 )
 from deepspeed.runtime.plain_backward import PlainBackward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.memory_timeline import MemoryTimeline
 from deepspeed.version import __version__
 
 logger = logging.getLogger("DeepSpeed")
@@ -84,6 +85,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         super().__init__()
         self._config = config
         self._progress = Progress()
+        self.memory_timeline = MemoryTimeline(config.memory_breakdown)
         self._comm = data_parallel_comm(mpu)
         self.device = training_device(args)  # first: whatever talks to other ranks does so from there
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
@@ -103,6 +105,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._log_start()
+        self.memory_timeline.mark("initialize", self.memory_report)
 
     # -- what clients read ---------------------------------------------------------------------------------
 
@@ -240,6 +243,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
         self._progress.backward_done = True
+        self.memory_timeline.mark("first backward", self.memory_report)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -259,6 +263,7 @@ class DeepSpeedEngine(CheckpointMixin, torch.nn.Module):
         progress.step_applied = False
         if boundary:
             optimizer.step()
+            self.memory_timeline.mark("first step", self.memory_report)
             progress.step_applied = not optimizer.overflow
             progress.global_steps += 1
             progress.global_samples += self.train_batch_size()

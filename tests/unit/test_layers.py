@@ -52,6 +52,7 @@ LAYERS = {
     "deepspeed.zero": 7,
     "deepspeed.checkpointing": 7,
     "deepspeed.env_report": 13,
+    "deepspeed.memory": 13,
     "deepspeed": 13,
 }
 WITHOUT_DISTRIBUTED = (

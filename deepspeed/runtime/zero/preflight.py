@@ -26,7 +26,7 @@ logger = logging.getLogger("DeepSpeed")
 OVERRIDE_VARIABLE = "DS_SKIP_MEMORY_CHECK"
 _MOST_CHOICES = 4
 _MOMENT_FORMS = (MomentForm.fp32, MomentForm.bf16, MomentForm.int8)
-_OFFLOAD = "offload_optimizer"
+_OFFLOAD = "zero_optimization.offload_optimizer"
 _SHARDED = ("HostShard", "HostMaster", "DeviceMaster", "optimizer")
 
 
@@ -132,7 +132,8 @@ def smaller_settings(settings: ZeroSettings, facts: Facts) -> Iterator[Choice]:
             continue
         words, changed = [], settings
         if narrows:
-            words.append('gradient_accumulation_steps 1, or data_types.grad_accum_dtype "bf16"')
+            name = "bf16" if facts.wire_dtype is torch.bfloat16 else "fp16"
+            words.append(f'gradient_accumulation_steps 1, or data_types.grad_accum_dtype "{name}"')
             changed = dataclasses.replace(changed, accumulation=Accumulation(keeps_16bit=True))
         if splits:
             words.append(f'{_OFFLOAD}.master_weights "bf16_residual"')
