@@ -79,7 +79,8 @@ def _cgroup_limits(root: Path, machine: str) -> Iterator[Limit]:
     """This process's control group and all above it that have a limit, of both versions."""
     for mount, kind, mount_root, path in _memory_cgroups(root):
         inner = path.removeprefix(mount_root.rstrip("/")).strip("/")
-        folder = mount / inner if (mount / inner).is_dir() else mount
+        # A group outside what the mount shows, or one that a container cannot see: the mount's own.
+        folder = mount / inner if ".." not in inner and (mount / inner).is_dir() else mount
         while True:
             free = _free_v2(folder) if kind == "cgroup2" else _free_v1(folder)
             if free is not None:
@@ -98,9 +99,10 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
         if not controllers or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
     for line in _lines(root / "proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        mount_root, mount = before.split()[3:5]
+        before, _, after = (part.split() for part in line.partition(" - "))
+        if len(before) < 5 or len(after) < 3:
+            continue
+        kind, options, mount_root, mount = after[0], after[2], *before[3:5]
         if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
             yield root / mount.lstrip("/"), kind, mount_root, paths[kind]
 

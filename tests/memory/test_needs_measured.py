@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.needs import Facts, memory_needs
 from deepspeed.runtime.zero.settings import Accumulation, ZeroSettings
 from tests.memory.job import Job, run_job
 
-BUCKET = 2_000_000  # of the job
+BUCKET = 1 << 21  # two layers of the job
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_prediction_and_measurement_agree_within_2_percent(gas, forms):
     zero = {"stage": 2, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     keys = {"master_weights": forms.master.value, "optimizer_states": forms.moments.value}
     zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False, **keys}
-    job = Job(layers=96, gas=gas, steps=2, extra={"zero_optimization": zero})
+    job = Job(layers=64, gas=gas, steps=2, extra={"zero_optimization": zero})
     settings = ZeroSettings(
         stage=2,
         device=torch.device("cpu"),
@@ -32,7 +32,6 @@ def test_prediction_and_measurement_agree_within_2_percent(gas, forms):
     )
     needs = memory_needs(settings, Facts.of_numel(job.numel, 1, settings))
     (result,) = run_job(job)
-    print(result["step2"].tree / needs.nbytes(on_host=True), result["step2"].tree - needs.nbytes(True))
     held = sum(entry.nbytes for entry in needs.held)
     assert sum(entry["nbytes"] for entry in result.ledger) == pytest.approx(held, rel=0.001)
     assert result["step2"].tree == pytest.approx(needs.nbytes(on_host=True), rel=0.02)

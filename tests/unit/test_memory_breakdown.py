@@ -41,16 +41,9 @@ def test_switched_off_nothing_is_measured(tmp_path):
 def test_the_table_adds_up_and_names_what_children_hold():
     start = MemoryReport(100 * MIB, 100 * MIB, 100 * MIB, 0, 0, 0, 0)
     now = MemoryReport(170 * MIB, 180 * MIB, 190 * MIB, 0, 0, 50 * MIB, 60 * MIB, 2, 30 * MIB, 5 * MIB)
-    buffers = [
-        {
-            "name": f"master[{index}]",
-            "owner": "HostShard",
-            "device": "cpu",
-            "nbytes": 30 * MIB,
-            "pinned": True,
-        }
-        for index in range(2)
-    ] + [{"name": "bucket", "owner": "BucketPool", "device": "cuda:0", "nbytes": 8 * MIB, "pinned": False}]
+    master = {"owner": "HostShard", "device": "cpu", "nbytes": 30 * MIB, "pinned": True}
+    bucket = {"owner": "BucketPool", "device": "cuda:0", "nbytes": 8 * MIB, "pinned": False}
+    buffers = [{"name": "master[0]", **master}, {"name": "master[1]", **master}, {"name": "bucket", **bucket}]
     lines = [line.split() for line in memory_table(buffers, now, start).splitlines()]
     found = {" ".join(words[1:]): float(words[0]) for words in lines[1:]}
     assert found["master x 2 HostShard cpu yes"] == 60 == found["all buffers on the host"]

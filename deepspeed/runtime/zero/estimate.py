@@ -112,9 +112,10 @@ def estimate_table(rows: Sequence[Estimate], factor: float = 1.0) -> str:
         rows: the estimates.
         factor: multiplies every figure.
     """
+    ends = "|     rank      node |     rank      node"
     lines = [
         f"{'':<62}|     host, GiB     |    device, GiB",
-        f"stage  offload  grad_accum  master_weights  optimizer_states {2 * '|     rank      node '}".rstrip(),
+        f"stage  offload  grad_accum  master_weights  optimizer_states {ends}",
     ]
     for row in rows:
         numbers = (row.host_nbytes, row.host_node_nbytes, row.device_nbytes, row.device_node_nbytes)

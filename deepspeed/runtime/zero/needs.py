@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.forms import BLOCK_NUMEL, TIE_BITS, MasterForm, Mome
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.publisher import OPEN_CHUNKS
 from deepspeed.runtime.zero.settings import ZeroSettings
+from deepspeed.runtime.zero.staging import SLOTS
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
@@ -136,7 +137,7 @@ def ring_shape(settings: ZeroSettings, shards: int, weight_dtype: torch.dtype) -
     tile = tile_numel(settings, shards)
     slot_numel = tile if settings.copies_pageable else max(tile, settings.download_numel)
     reads_weights = settings.forms.master is MasterForm.bf16_residual
-    return OPEN_CHUNKS + 1 + int(reads_weights), slot_numel * weight_dtype.itemsize
+    return SLOTS + int(reads_weights), slot_numel * weight_dtype.itemsize
 
 
 def host_grad_dtype(settings: ZeroSettings, wire_dtype: torch.dtype, is_fused: bool) -> torch.dtype:
