@@ -69,7 +69,9 @@ class MemoryAccount:
         gc.collect()
         entries: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(entries, (self.growth_nbytes(), list(report)))
-        buffers = [buffer for _, rank_report in entries for buffer in rank_report]
+        buffers = [
+            buffer for _, rank_report in entries for buffer in rank_report if buffer["device"] == "cpu"
+        ]
         self.phases.append(Phase(name, sum(growth for growth, _ in entries), _add_up(buffers)))
 
     def per_param(self, nbytes: float) -> float:

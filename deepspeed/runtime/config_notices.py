@@ -9,7 +9,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 # Top-level key: why nothing happens, or what to do instead. A key that gets implemented loses its row.
 WITHOUT_EFFECT = {
-    "memory_breakdown": "Call deepspeed.utils.see_memory_usage where it matters.",
     "log_level": "Call deepspeed.utils.logger.setLevel.",
     "disable_python_gc": "Call gc.disable() in the training script.",
 }

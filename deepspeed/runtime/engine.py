@@ -29,6 +29,7 @@ from deepspeed.runtime.engine_setup import (
 from deepspeed.runtime.plain_backward import PlainBackward
 from deepspeed.runtime.reporting import RunReporter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.memory_timeline import MemoryTimeline
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 from deepspeed.utils.unsupported import refuse
 from deepspeed.version import __version__
@@ -89,6 +90,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         super().__init__()
         self._config = config
         self._progress = Progress()
+        self.memory_timeline = MemoryTimeline(config.memory_breakdown)
         self._comm = data_parallel_comm(mpu)
         self._reporter = RunReporter(config)
         self.device = training_device(args)  # first: whatever talks to other ranks does so from there
@@ -109,6 +111,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._log_start()
+        self.memory_timeline.mark("initialize", self.memory_report)
 
     # -- what clients read ---------------------------------------------------------------------------------
 
@@ -174,10 +177,11 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         return [group.get("momentum", 0) or group.get("betas", 0) for group in groups]
 
     def memory_report(self) -> list[dict[str, Any]]:
-        """Every host buffer that the engine owns: name, nbytes, pinned."""
-        return (
-            [asdict(entry) for entry in self.optimizer.host_buffers()] if self.optimizer is not None else []
-        )
+        """Every buffer that the engine owns now: name, nbytes, pinned, owner, device, reserved_nbytes.
+
+        `deepspeed.utils.memory.memory_table` sets it against what the machine measures.
+        """
+        return [asdict(entry) for entry in self.optimizer.buffers()] if self.optimizer is not None else []
 
     # -- train ---------------------------------------------------------------------------------------------
 
@@ -232,6 +236,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         ):
             optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
         self._progress.backwards += 1
+        self.memory_timeline.mark("first backward", self.memory_report)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -260,6 +265,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         progress.step_applied = False
         if boundary:
             optimizer.step()
+            self.memory_timeline.mark("first step", self.memory_report)
             progress.step_applied = not optimizer.overflow
             progress.global_steps += 1
             progress.global_samples += self._samples_of_step()

@@ -21,7 +21,7 @@ from deepspeed.runtime.optimizers import build_optimizer, check_client_optimizer
 from deepspeed.runtime.precision import LossScalerBase, create_loss_scaler
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm
-from deepspeed.runtime.zero.parts import Accumulation, ZeroSettings
+from deepspeed.runtime.zero.settings import Accumulation, ZeroSettings
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 logger = logging.getLogger("DeepSpeed")

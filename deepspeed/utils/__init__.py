@@ -4,7 +4,7 @@ from torch.distributed import is_initialized
 
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
-from deepspeed.utils.memory import MemoryReport, memory_report, see_memory_usage
+from deepspeed.utils.memory import MemoryReport, memory_report, memory_table, see_memory_usage
 from deepspeed.utils.repeating_loader import RepeatingLoader
 from deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
@@ -37,6 +37,7 @@ __all__ = [
     "log_dist",
     "logger",
     "memory_report",
+    "memory_table",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

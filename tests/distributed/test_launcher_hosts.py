@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -256,7 +257,7 @@ def test_leaving_waits_for_a_thread_that_is_inside_the_store(port, monkeypatch):
         time.sleep(1.0)
         return amount
 
-    monkeypatch.setattr(watch._store, "add", slow_add)
+    monkeypatch.setattr(watch, "_store", SimpleNamespace(add=slow_add, check=lambda keys: False))
     watch.start()
     assert inside.wait(10)
     watch.leave()

@@ -53,6 +53,10 @@ def test_the_tree_counts_pages_that_a_fork_duplicated_and_rss_does_not():
         os.write(go_write, b"1")
         os.waitpid(child, 0)
         assert 56 * MIB < copied.tree_pss_nbytes - shared.tree_pss_nbytes < 72 * MIB
+        # Half of each shared page was the child's part; now it has 64 MiB for itself.
+        assert shared.children == copied.children == 1
+        assert 56 * MIB < copied.children_private_nbytes - shared.children_private_nbytes < 72 * MIB
+        assert 28 * MIB < shared.children_shared_nbytes - copied.children_shared_nbytes < 36 * MIB
         assert abs(copied.rss_nbytes - shared.rss_nbytes) < 8 * MIB
     """)
 

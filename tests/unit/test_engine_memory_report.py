@@ -76,7 +76,17 @@ def test_buffers_are_named_by_group():
             assert report[f"{name}[{group}]"] == 4 * numel
 
 
-def test_without_offload_the_engine_holds_no_host_buffer_of_state():
+def test_without_offload_the_state_is_reported_where_the_device_holds_it():
     engine = make_engine(ds_config(offload=False), *NUMELS)
     run_micro_batch(engine, torch.ones(NUMEL))
-    assert state_nbytes(engine) == {}
+    assert state_nbytes(engine) == a_kind(4)
+    owners = {entry["name"]: entry["owner"] for entry in engine.memory_report()}
+    assert owners["master[0]"] == owners["gradient[0]"] == "DeviceMaster"
+    assert owners["exp_avg[0]"] == "optimizer" and owners["bucket"] == "BucketPool"
+
+
+def test_state_that_a_foreign_optimizer_makes_by_itself_is_reported():
+    config = ds_config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+    engine = make_engine(config, *NUMELS)
+    run_micro_batch(engine, torch.ones(NUMEL))
+    assert state_nbytes(engine) == {"master": 4 * NUMEL, "gradient": 4 * NUMEL, "momentum_buffer": 4 * NUMEL}

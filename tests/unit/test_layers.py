@@ -35,9 +35,12 @@ LAYERS = {
     "deepspeed.runtime.zero.collectives": 4,
     "deepspeed.runtime.zero.host_buffer": 4,
     "deepspeed.runtime.zero.change_gate": 4,
+    "deepspeed.runtime.zero.settings": 4,
     "deepspeed.runtime.zero.publisher": 5,
     "deepspeed.runtime.zero.staging": 6,
     "deepspeed.runtime.zero.host_shard": 6,
+    "deepspeed.runtime.zero.needs": 6,
+    "deepspeed.runtime.zero.preflight": 7,
     "deepspeed.runtime.zero.buckets": 7,
     "deepspeed.runtime.zero.host_master": 7,
     "deepspeed.runtime.zero.device_master": 7,
@@ -51,6 +54,7 @@ LAYERS = {
     "deepspeed.zero": 7,
     "deepspeed.checkpointing": 7,
     "deepspeed.env_report": 13,
+    "deepspeed.memory": 13,
     "deepspeed": 13,
 }
 WITHOUT_DISTRIBUTED = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 
 import torch
 
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm, Wait
-from deepspeed.runtime.zero.host_buffer import HostBuffer
+from deepspeed.runtime.zero.host_buffer import HostBuffer, LedgerEntry, tensor_entry
 from deepspeed.runtime.zero.layout import BucketItem, BucketPlan, ParamSlot
 
 # Receives a bucket's owned items and their reduced mean, flat; `items[i]` starts at
@@ -139,11 +139,13 @@ class BucketPool:
         self._allocate = allocate
         self._buffers: list[HostBuffer] = []  # all that were made
         self._free: list[torch.Tensor] = []  # each [largest bucket] dtype, host
+        self._lent: list[torch.Tensor] = []  # in flight, each [its bucket] dtype, device
 
     def acquire(self, numel: int) -> torch.Tensor:
         """A flat buffer of at least `numel` elements with any content."""
         if self._device.type != "cpu":
-            return torch.empty(numel, dtype=self._dtype, device=self._device)
+            self._lent.append(torch.empty(numel, dtype=self._dtype, device=self._device))
+            return self._lent[-1]
         if not self._free:
             self._buffers.append(self._allocate())
             self._free.append(self._buffers[-1].tensor)
@@ -153,10 +155,18 @@ class BucketPool:
         """Take a buffer back."""
         if self._device.type == "cpu":
             self._free.append(buffer)
+        else:
+            self._lent = [lent for lent in self._lent if lent is not buffer]
+
+    def buffers(self) -> Iterator[LedgerEntry]:
+        """Name what is lent from a device; host buffers are in their ledger."""
+        for buffer in self._lent:
+            yield tensor_entry("bucket", buffer, type(self).__name__)
 
     def close(self) -> None:
         """Return the memory."""
         self._free.clear()
+        self._lent.clear()
         for buffer in self._buffers:
             buffer.release()
 
@@ -210,6 +220,10 @@ class GradReducer:
             for plan in plans
             for slot in plan.slots
         ]
+
+    def buffers(self) -> Iterator[LedgerEntry]:
+        """What the reducer holds on a device now."""
+        return self._pool.buffers()
 
     def flush(self) -> None:
         """End the round: launch what is left, with zeros for missing gradients, and hand everything on."""

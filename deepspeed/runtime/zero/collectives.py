@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ _SUM_TILE_NUMEL = 1 << 18
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Wait = Callable[[], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,15 @@ def all_reduce_sum(values: Sequence[float], comm: Comm, device: torch.device) ->
     packed = torch.tensor(values, dtype=torch.float64, device="cpu" if comm.on_host else device)
     dist.all_reduce(packed, group=comm.group)
     return packed.tolist()
+
+
+def gather_objects(value: T, comm: Comm) -> list[T]:
+    """Collect a picklable value of every rank, in rank order."""
+    if comm.world == 1:
+        return [value]
+    values: list[Any] = [None] * comm.world
+    dist.all_gather_object(values, value, group=comm.group)
+    return values
 
 
 def broadcast(tensor: torch.Tensor, owner: int, comm: Comm) -> None:

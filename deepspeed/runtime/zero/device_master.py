@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.forms import Flat
+from deepspeed.runtime.zero.host_buffer import LedgerEntry, tensor_entry
+from deepspeed.runtime.zero.inner_state import state_entries
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, copy_to_shard, publish_all
@@ -154,6 +156,13 @@ class DeviceMaster:
 
     def wait_readers(self) -> None:
         """Nobody reads beside training."""
+
+    def buffers(self) -> Iterator[LedgerEntry]:
+        """Masters, gradients and state, where they are now."""
+        for index, (master, grad) in enumerate(zip(self._masters, self._grads, strict=True)):
+            for name, tensor in (("master", master), ("gradient", grad)):
+                yield tensor_entry(f"{name}[{index}]", tensor, type(self).__name__)
+        yield from state_entries(self._optimizer)
 
     def close(self) -> None:
         """Free the memory."""

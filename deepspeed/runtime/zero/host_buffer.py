@@ -23,15 +23,27 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One buffer of the ledger."""
+    """One buffer that the package owns, or will own.
+
+    Args:
+        name: what it holds; in brackets the number of the parameter group or of the slot.
+        nbytes: bytes in use.
+        pinned: whether it is page-locked.
+        owner: the class that holds it.
+        device: where it is.
+        reserved_nbytes: bytes of address space beyond those in use, for elements that may become wider.
+    """
 
     name: str
-    nbytes: int  # bytes in use
-    pinned: bool
+    nbytes: int
+    pinned: bool = False
+    owner: str = ""
+    device: str = "cpu"
+    reserved_nbytes: int = 0
 
 
 class Ledger:
-    """Every host buffer that an engine owns: name, bytes, page-locked or not.
+    """Every host buffer that an engine owns: name, owner, bytes, page-locked or not.
 
     A buffer enters when it is made and leaves when its memory is returned. Iterating gives `LedgerEntry`
     tuples in the order of creation.
@@ -50,7 +62,13 @@ class Ledger:
 
     def __iter__(self) -> Iterator[LedgerEntry]:
         for buffer in list(self._buffers.values()):
-            yield LedgerEntry(buffer.name, buffer.nbytes, buffer.pinned)
+            yield LedgerEntry(
+                buffer.name,
+                buffer.nbytes,
+                buffer.pinned,
+                buffer.owner,
+                reserved_nbytes=buffer.reserved_nbytes,
+            )
 
     @property
     def total_nbytes(self) -> int:
@@ -75,6 +93,7 @@ class HostBuffer:
         dtype: element type.
         ledger: counts the buffer.
         reserve_dtype: a wider type that `retype` may switch to later. Only address space is reserved for it.
+        owner: the class that holds it, for the ledger.
     """
 
     def __init__(
@@ -84,8 +103,10 @@ class HostBuffer:
         dtype: torch.dtype,
         ledger: Ledger,
         reserve_dtype: torch.dtype | None = None,
+        owner: str = "",
     ) -> None:
         self.name = name
+        self.owner = owner
         self.numel = numel
         self.dtype = dtype
         self._ledger = ledger
@@ -107,6 +128,11 @@ class HostBuffer:
     def nbytes(self) -> int:
         """Bytes in use: `numel` times the present element size."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of address space beyond those in use."""
+        return self._bytes.numel() - self.nbytes
 
     def _view(self) -> torch.Tensor:
         return self._bytes[: self.nbytes].view(self.dtype)
@@ -169,6 +195,12 @@ class HostBuffer:
         self._ledger.discard(self)
         self._bytes, self._memory, self.numel = _NOTHING, None, 0
         self.tensor = self._view()
+
+
+def tensor_entry(name: str, tensor: torch.Tensor, owner: str) -> LedgerEntry:
+    """What the ledger would say of a tensor that torch allocated."""
+    pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+    return LedgerEntry(name, tensor.nbytes, pinned, owner, str(tensor.device))
 
 
 def _map_anonymous(name: str, nbytes: int) -> ctypes.Array | None:

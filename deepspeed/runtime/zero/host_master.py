@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -16,8 +16,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Wait
 from deepspeed.runtime.zero.forms import Flat, StateForms
-from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger, LedgerEntry
 from deepspeed.runtime.zero.host_shard import HostShard
+from deepspeed.runtime.zero.inner_state import state_entries
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
@@ -215,6 +216,11 @@ class HostMaster:
             self._gate.wait_all()
             self._gate = None
 
+    def buffers(self) -> Iterator[LedgerEntry]:
+        """What the ledger does not count: state that another optimizer than our Adam made by itself."""
+        if not self._fused:
+            yield from state_entries(self._optimizer)
+
     def close(self) -> None:
         """Return the memory to the system."""
         self.wait_readers()
@@ -232,8 +238,10 @@ class HostMaster:
         """Allocate a group's buffers and copy its master from the parameters."""
         ledger, grad_dtype = self._settings.ledger, self._settings.grad_dtype
         state = HostShard(index, layout, shard, params, self._settings.forms, ledger, self._op)
-        grads = HostBuffer(f"gradient[{index}]", state.numel, grad_dtype, ledger, torch.float32).fill_zero()
-        return _HostGroup(state, grads)
+        grads = HostBuffer(
+            f"gradient[{index}]", state.numel, grad_dtype, ledger, torch.float32, type(self).__name__
+        )
+        return _HostGroup(state, grads.fill_zero())
 
     def _store(self, items: Sequence[BucketItem], first: int, flat: torch.Tensor) -> None:
         """Store or add a run of gradients that lies in host memory.

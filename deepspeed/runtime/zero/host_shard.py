@@ -149,7 +149,8 @@ class HostShard:
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> HostBuffer:
         """A buffer of this group, counted until `release`."""
-        self._buffers.append(HostBuffer(f"{name}[{self._index}]", numel, dtype, self._ledger))
+        owner = type(self).__name__
+        self._buffers.append(HostBuffer(f"{name}[{self._index}]", numel, dtype, self._ledger, owner=owner))
         return self._buffers[-1]
 
     def _noise_key(self, step: int) -> int:

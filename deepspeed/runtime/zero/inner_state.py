@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.zero.forms import write_flat
+from deepspeed.runtime.zero.host_buffer import LedgerEntry, tensor_entry
 from deepspeed.runtime.zero.layout import GroupLayout
 
 logger = logging.getLogger("DeepSpeed")
@@ -61,6 +62,15 @@ def adopt_state(
     owned = {id(master) for master in masters}
     for key in [key for key in optimizer.state if id(key) not in owned]:
         del optimizer.state[key]
+
+
+def state_entries(optimizer: torch.optim.Optimizer) -> Iterator[LedgerEntry]:
+    """Name the state that an optimizer holds for its flat masters, scalars left out."""
+    for index, group in enumerate(optimizer.param_groups):
+        for master in group["params"]:
+            for name, value in optimizer.state.get(master, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                    yield tensor_entry(f"{name}[{index}]", value, "optimizer")
 
 
 def _elementwise_names(kept: Mapping[int, State], params: Mapping[int, torch.nn.Parameter]) -> list[str]:

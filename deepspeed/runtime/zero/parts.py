@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,95 +13,29 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.adam.host_threads import host_threads
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from deepspeed.runtime.zero.buckets import BucketPool, GradReducer, GradSink
+from deepspeed.runtime.zero.buckets import BucketPool, GradReducer
 from deepspeed.runtime.zero.change_gate import ChangeGate
 from deepspeed.runtime.zero.collectives import Comm
 from deepspeed.runtime.zero.device_master import DeviceMaster
-from deepspeed.runtime.zero.forms import BLOCK_NUMEL, Flat, MasterForm, StateForms
-from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
+from deepspeed.runtime.zero.forms import Flat, MasterForm
+from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger, LedgerEntry
 from deepspeed.runtime.zero.host_master import HostMaster, HostSettings
 from deepspeed.runtime.zero.inner_state import adopt_state
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout, plan_buckets, plan_groups
+from deepspeed.runtime.zero.needs import (
+    Facts,
+    bucket_numel_limit,
+    host_grad_dtype,
+    overlap_depth,
+    ring_shape,
+    state_names,
+    tile_numel,
+)
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.preflight import check_memory
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
-from deepspeed.runtime.zero.staging import SLOTS, Downloader, StagingRing, UploadPublisher
-
-# Elements of one tile of the step. Fresh weights are sent on from the cache: tiles of 8 or 16 Mi elements, or
-# writing past the cache, took a tenth longer on an H200 host (benchmarks/README.md).
-TILE_NUMEL = 1 << 22
-# The same where a tile without a GPU goes through buffers of the C heap: larger ones, freed after each step,
-# leave holes there that grow to a hundred megabytes a rank.
-_BUFFERED_TILE_NUMEL = 1 << 20
-# Elements of one download through page-locked memory; three slots are 96 MiB in 16 bits. Downloads of a
-# quarter of it took a sixth longer there.
-DOWNLOAD_NUMEL = 1 << 24
-# A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
-# count on.
-_MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """How the gradients of one step are added up.
-
-    Args:
-        dtype: in which they are kept and added on the host, whatever else; None: fp32, or as they arrived
-            while there is one.
-        keeps_16bit: without a dtype, a host gradient that arrives once a step stays as it arrived.
-        is_separate: micro-batches are never added in `param.grad`.
-    """
-
-    dtype: torch.dtype | None = None
-    keeps_16bit: bool = False
-    is_separate: bool = False
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """Everything that the ZeRO optimizer needs to know from the configuration.
-
-    Args:
-        stage: 0, 1 or 2.
-        device: where the parameters are.
-        offload: keep the shard in host memory.
-        pin_memory: page-lock the staging ring.
-        reduce_bucket_numel: most elements of a gradient bucket.
-        allgather_bucket_numel: most elements gathered at once, over all ranks.
-        overlap_comm: reduce one bucket while the next fills.
-        wire_dtype: element type of gradients on the wire; None: the parameters'.
-        accumulation: how gradients are added up.
-        forms: what is kept in smaller forms on the host.
-        gradient_clipping: largest norm; 0 for none.
-        skip_nonfinite: a step with a gradient that is not finite is skipped.
-        ignore_unused_parameters: a parameter without gradient counts as zero instead of being an error.
-        tile_numel: elements of one tile of the step.
-        download_numel: elements of one gradient download through page-locked memory.
-    """
-
-    stage: int
-    device: torch.device
-    offload: bool = False
-    pin_memory: bool = False
-    reduce_bucket_numel: int = 1 << 26
-    allgather_bucket_numel: int = 1 << 26
-    overlap_comm: bool = True
-    wire_dtype: torch.dtype | None = None
-    accumulation: Accumulation = Accumulation()
-    forms: StateForms = StateForms()
-    gradient_clipping: float = 0.0
-    skip_nonfinite: bool = True
-    ignore_unused_parameters: bool = True
-    tile_numel: int = TILE_NUMEL
-    download_numel: int = DOWNLOAD_NUMEL
-
-    @property
-    def copies_pageable(self) -> bool:
-        """Whether a processor copies what goes between host and device, since the ring is not page-locked."""
-        return self.offload and self.device.type == "cuda" and not self.pin_memory
-
-    def reduces_every_pass(self, world: int) -> bool:
-        """Whether gradients leave `param.grad` after every backward pass instead of once a step."""
-        return self.stage >= 2 or world == 1 or self.accumulation.is_separate
+from deepspeed.runtime.zero.settings import ZeroSettings
+from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
 
 
 class Master(Protocol):
@@ -136,6 +70,8 @@ class Master(Protocol):
 
     def wait_readers(self) -> None: ...
 
+    def buffers(self) -> Iterator[LedgerEntry]: ...
+
     def close(self) -> None: ...
 
 
@@ -166,6 +102,12 @@ class ZeroParts:
     reducer: GradReducer
     wire_dtype: torch.dtype
     closers: Sequence[Any]
+
+    def buffers(self) -> Iterator[LedgerEntry]:
+        """Every buffer that these parts hold now, on the host and on the device."""
+        yield from self.ledger
+        yield from self.master.buffers()
+        yield from self.reducer.buffers()
 
     def close(self) -> None:
         """Detach from the parameters and return all memory."""
@@ -199,63 +141,70 @@ def build_parts(
     shard = comm.rank if shards > 1 else 0
     wire_dtype = settings.wire_dtype or _common_dtype(list(params.values()))
     ledger = Ledger()
-    buffered = settings.device.type == "cpu" and (shards > 1 or not settings.forms.are_default)
-    most = _BUFFERED_TILE_NUMEL if buffered else settings.tile_numel
-    tile_numel = min(settings.tile_numel, most, settings.allgather_bucket_numel // shards)
-    tile_numel = max(1, tile_numel)
-    forms, on_device = settings.forms, settings.device.type != "cpu"
-    if not forms.are_default:
+    if not settings.forms.are_default:
         check_forms(optimizer, params, settings)
-        tile_numel = max(tile_numel // BLOCK_NUMEL * BLOCK_NUMEL, BLOCK_NUMEL)
-    from_device = ParamPublisher(
-        groups, params, comm, tile_numel, whole_chunks=not forms.are_default and not on_device
+    check_accumulation(optimizer, settings)
+    plans = plan_buckets(groups, bucket_numel_limit(settings)) if params else []
+    dtypes = [params_dtype(layout, params) for layout in groups if layout.slots]
+    facts = Facts(
+        shard_numels=[layout.shard_numel(shard) for layout in groups],
+        full_numel=sum(layout.full_numel for layout in groups),
+        world=comm.world,
+        weight_dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.bfloat16),
+        wire_dtype=wire_dtype,
+        bucket_numel=max((plan.numel for plan in plans), default=0),
+        bucket_count=len(plans),
+        state_names=state_names(optimizer),
+        is_fused=isinstance(optimizer, DeepSpeedCPUAdam),
     )
-    publisher: Publisher = from_device
-    closers: list[Any] = []
-    master: Master
-    if settings.offload:
-        downloader = None
-        if settings.device.type == "cuda":
-            dtypes = [params_dtype(layout, params) for layout in groups]
-            widest = max((dtype.itemsize for dtype in dtypes), default=2)
-            slot_numel = tile_numel if settings.copies_pageable else max(tile_numel, settings.download_numel)
-            reads_weights = forms.master is MasterForm.bf16_residual
-            slots = SLOTS + int(reads_weights)
-            ring = StagingRing(slot_numel * widest, settings.pin_memory, ledger, slots)
-            publisher = UploadPublisher(from_device, dtypes, ring, settings.device, reads_weights)
-            downloader = Downloader(ring, settings.device)
-            closers = [ring]
-        host = _host_settings(optimizer, settings, wire_dtype, ledger)
-        op = CPUAdamBuilder().load()
-        master = HostMaster(groups, shard, params, optimizer, host, op, downloader)
-        if downloader is not None:
-            weakref.finalize(master, downloader.close)  # an engine may be dropped without destroy()
-    else:
-        master = DeviceMaster(groups, shard, params, optimizer, settings.device)
+    check_memory(settings, facts, comm)
+    master, publisher, closers = _build_master(optimizer, params, groups, settings, comm, facts, ledger)
     adopt_state(optimizer, groups, shard, params)
-    reducer = _build_reducer(groups, params, settings, comm, wire_dtype, ledger, master.load_grads)
+    lend = partial(_host_bucket, facts.bucket_numel, wire_dtype, ledger)
+    pool = BucketPool(wire_dtype, settings.device, lend)
+    reducer = GradReducer(
+        plans, params, comm, master.load_grads, pool, overlap_depth(settings, comm.world) > 0
+    )
     return ZeroParts(params, names, groups, shard, ledger, master, publisher, reducer, wire_dtype, closers)
 
 
-def _build_reducer(
-    groups: Sequence[GroupLayout],
+def _build_master(
+    optimizer: torch.optim.Optimizer,
     params: Mapping[int, torch.nn.Parameter],
+    groups: Sequence[GroupLayout],
     settings: ZeroSettings,
     comm: Comm,
-    wire_dtype: torch.dtype,
+    facts: Facts,
     ledger: Ledger,
-    sink: GradSink,
-) -> GradReducer:
-    most = _MOST_BUCKET_NUMEL.get(settings.device.type, 1 << 26)
-    plans = plan_buckets(groups, min(settings.reduce_bucket_numel, most)) if params else []
-    largest_numel = max((plan.numel for plan in plans), default=0)
-    pool = BucketPool(wire_dtype, settings.device, partial(_host_bucket, largest_numel, wire_dtype, ledger))
-    return GradReducer(plans, params, comm, sink, pool, settings.overlap_comm)
+) -> tuple[Master, Publisher, list[Any]]:
+    """The shard, what brings its weights to the parameters, and what else is to be closed."""
+    shards = groups[0].shards if groups else 1
+    shard = comm.rank if shards > 1 else 0
+    forms, on_host = settings.forms, settings.device.type == "cpu"
+    whole_chunks = not forms.are_default and on_host
+    from_device = ParamPublisher(groups, params, comm, tile_numel(settings, shards), whole_chunks)
+    if not settings.offload:
+        return DeviceMaster(groups, shard, params, optimizer, settings.device), from_device, []
+    publisher: Publisher = from_device
+    downloader, closers = None, []
+    if settings.device.type == "cuda":
+        slots, slot_nbytes = ring_shape(settings, shards, facts.weight_dtype)
+        ring = StagingRing(slot_nbytes, settings.pin_memory, ledger, slots)
+        reads_weights = forms.master is MasterForm.bf16_residual
+        dtypes = [params_dtype(layout, params) for layout in groups]
+        publisher = UploadPublisher(from_device, dtypes, ring, settings.device, reads_weights)
+        downloader = Downloader(ring, settings.device)
+        closers = [ring]
+    host = _host_settings(optimizer, settings, facts.wire_dtype, ledger)
+    master = HostMaster(groups, shard, params, optimizer, host, CPUAdamBuilder().load(), downloader)
+    if downloader is not None:
+        weakref.finalize(master, downloader.close)  # an engine may be dropped without destroy()
+    return master, publisher, closers
 
 
 def _host_bucket(numel: int, dtype: torch.dtype, ledger: Ledger) -> HostBuffer:
     """A bucket in host memory; pages become resident as buckets use them."""
-    return HostBuffer("bucket", numel, dtype, ledger)
+    return HostBuffer("bucket", numel, dtype, ledger, owner=BucketPool.__name__)
 
 
 def _members(
@@ -305,6 +254,20 @@ def check_forms(
         )
 
 
+def check_accumulation(optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> None:
+    """Refuse gradients in 16 bits where they cannot be read.
+
+    Raises:
+        ValueError: another optimizer than our Adam is to step from them.
+    """
+    dtype = settings.accumulation.dtype if settings.offload else None
+    if dtype is not None and dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
+        raise ValueError(
+            f"data_types.grad_accum_dtype: expected fp32 or null with {type(optimizer).__name__} on the "
+            f"host, got {dtype}. Use Adam or AdamW of the configuration."
+        )
+
+
 def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
     """The parameters' dtype, or fp32 when they differ."""
     dtypes = {param.dtype for param in params}
@@ -324,25 +287,6 @@ def _host_settings(
     if settings.device.type == "cuda":
         grad_threads = max(1, threads - max(1, threads // 8))
         step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
-    grad_dtype = _grad_dtype(optimizer, settings, wire_dtype)
+    grad_dtype = host_grad_dtype(settings, wire_dtype, isinstance(optimizer, DeepSpeedCPUAdam))
     widens = settings.accumulation.dtype is None
     return HostSettings(grad_dtype, grad_threads, step_threads, ledger, widens, settings.forms)
-
-
-def _grad_dtype(
-    optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype
-) -> torch.dtype:
-    """How host gradients are kept at first: as they arrive if nothing is lost by it, else fp32."""
-    if settings.accumulation.dtype is not None:
-        if settings.accumulation.dtype.itemsize == 2 and not isinstance(optimizer, DeepSpeedCPUAdam):
-            raise ValueError(
-                f"data_types.grad_accum_dtype: expected fp32 or null with {type(optimizer).__name__} on the "
-                f"host, got {settings.accumulation.dtype}. Use Adam or AdamW of the configuration."
-            )
-        return settings.accumulation.dtype
-    keeps = (
-        settings.accumulation.keeps_16bit
-        and isinstance(optimizer, DeepSpeedCPUAdam)
-        and wire_dtype.itemsize == 2
-    )
-    return wire_dtype if keeps else torch.float32

@@ -25,7 +25,8 @@ from deepspeed.runtime.zero.forms import EncodedFlat, as_tensor
 from deepspeed.runtime.zero.host_buffer import LedgerEntry
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.param_access import ParamAccess
-from deepspeed.runtime.zero.parts import ZeroParts, ZeroSettings, build_parts
+from deepspeed.runtime.zero.parts import ZeroParts, build_parts
+from deepspeed.runtime.zero.settings import ZeroSettings
 
 __all__ = [
     "DeepSpeedZeroOptimizer",
@@ -171,9 +172,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """
         return [as_tensor(master) for master in self._parts.master.masters]
 
-    def host_buffers(self) -> list[LedgerEntry]:
-        """Every host buffer of this rank: name, bytes, page-locked or not."""
-        return list(self._parts.ledger)
+    def buffers(self) -> list[LedgerEntry]:
+        """Every buffer of this rank, on the host and on the device."""
+        return list(self._parts.buffers())
 
     @property
     def dtype(self) -> torch.dtype:

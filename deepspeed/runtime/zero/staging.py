@@ -63,7 +63,9 @@ class StagingRing:
         self.slot_nbytes = slot_nbytes
         self.slots = slots
         self._buffers = [
-            HostBuffer(f"staging[{index}]", slot_nbytes, torch.uint8, ledger).fill_zero()
+            HostBuffer(
+                f"staging[{index}]", slot_nbytes, torch.uint8, ledger, owner=type(self).__name__
+            ).fill_zero()
             for index in range(slots)
         ]
         # Stops at the first that fails: one warning, not one a slot.

@@ -65,7 +65,11 @@ def what_fabric_wraps(run):
         "shadows": sorted(set(vars(wrapper)) - {"_optimizer", "_strategy", "_callbacks"}),
         "norm": inner.grad_norm,
         "engine": type(run.model._forward_module) is deepspeed.DeepSpeedEngine,
-        "reports": [entry["name"] for entry in run.model._forward_module.memory_report()],
+        "reports": [
+            entry["name"]
+            for entry in run.model._forward_module.memory_report()
+            if entry["owner"].startswith("Host")
+        ],
     }
 
 

@@ -118,7 +118,8 @@ def train(setting, folder, resume_from=None):
         result["inner_class"] = type(trainer.optimizers[0].optimizer).__name__
         result["norm"] = engine.get_global_grad_norm()
         result["engine_steps"] = engine.global_steps
-        result["buffers"] = {entry["name"]: entry["nbytes"] for entry in engine.memory_report()}
+        report = [entry for entry in engine.memory_report() if entry["owner"].startswith("Host")]
+        result["buffers"] = {entry["name"]: entry["nbytes"] for entry in report}
         result["numel"] = sum(param.numel() for param in module.parameters())
         result["validated"] = trainer.callback_metrics["loss"].item()
         # The same module again, in an engine that only evaluates, while the first still lives.

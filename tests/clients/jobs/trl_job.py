@@ -137,7 +137,8 @@ def train(run):
         "weights": digest(trainer.model),
     }
     if isinstance(engine, DeepSpeedEngine):
-        result["buffers"] = {entry["name"]: entry["nbytes"] for entry in engine.memory_report()}
+        report = [entry for entry in engine.memory_report() if entry["owner"].startswith("Host")]
+        result["buffers"] = {entry["name"]: entry["nbytes"] for entry in report}
     if isinstance(reference, DeepSpeedEngine):
         result["reference"] = [
             reference.zero_optimization_stage(),
