@@ -21,6 +21,9 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq")
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
 # count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
+# Elements of a tile that goes through buffers of the C heap, without a GPU: larger ones, freed after each
+# step, leave holes there that grow to a hundred megabytes a rank.
+_BUFFERED_TILE_NUMEL = 1 << 20
 # State of one element each that optimizers keep in fp32, by lower-case end of the class's name.
 _STATE_NAMES = (
     ("lion", ("exp_avg",)),
@@ -124,7 +127,9 @@ def overlap_depth(settings: ZeroSettings, world: int) -> int:
 
 def tile_numel(settings: ZeroSettings, shards: int) -> int:
     """Elements of one tile of the step."""
-    numel = max(1, min(settings.tile_numel, settings.allgather_bucket_numel // shards))
+    buffered = settings.device.type == "cpu" and (shards > 1 or not settings.forms.are_default)
+    most = _BUFFERED_TILE_NUMEL if buffered else settings.tile_numel
+    numel = max(1, min(settings.tile_numel, most, settings.allgather_bucket_numel // shards))
     if settings.forms.are_default:
         return numel
     return max(numel // BLOCK_NUMEL * BLOCK_NUMEL, BLOCK_NUMEL)
