@@ -181,7 +181,9 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
 
         `deepspeed.utils.memory.memory_table` sets it against what the machine measures.
         """
-        return [asdict(entry) for entry in self.optimizer.buffers()] if self.optimizer is not None else []
+        if self.optimizer is None:
+            return []
+        return [asdict(entry) for entry in self.optimizer.parts.buffers()]
 
     # -- train ---------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq")
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
 # count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
-# Most elements of a tile that goes through buffers of the C heap, without a GPU: larger ones, freed after
-# each step, leave holes there that grow to a hundred megabytes a rank.
+# Elements of a tile that goes through buffers of the C heap, without a GPU: larger ones, freed after each
+# step, leave holes there that grow to a hundred megabytes a rank.
 _BUFFERED_TILE_NUMEL = 1 << 20
 # State of one element each that optimizers keep in fp32, by lower-case end of the class's name.
 _STATE_NAMES = (

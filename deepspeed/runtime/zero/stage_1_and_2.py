@@ -172,9 +172,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """
         return [as_tensor(master) for master in self._parts.master.masters]
 
-    def buffers(self) -> list[LedgerEntry]:
-        """Every buffer of this rank, on the host and on the device."""
-        return list(self._parts.buffers())
+    def host_buffers(self) -> list[LedgerEntry]:
+        """Every host buffer of this rank; `parts.buffers()` has those on the device too."""
+        return [entry for entry in self._parts.buffers() if entry.device == "cpu"]
 
     @property
     def dtype(self) -> torch.dtype:

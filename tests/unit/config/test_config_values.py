@@ -192,7 +192,6 @@ def test_comment_keys_are_skipped_at_every_level():
 def test_keys_without_effect_are_told_in_one_sentence_each():
     made = config(
         disable_python_gc=True,
-        memory_breakdown=True,
         log_level="info",
         activation_checkpointing={"partition_activations": True},
         zero_optimization={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
@@ -201,7 +200,6 @@ def test_keys_without_effect_are_told_in_one_sentence_each():
         "zero_optimization.offload_optimizer",
         "zero_optimization.offload_param",
         "disable_python_gc",
-        "memory_breakdown",
         "log_level",
         "activation_checkpointing.partition_activations",
     ):
