@@ -114,7 +114,7 @@ def estimate_table(rows: Sequence[Estimate], factor: float = 1.0) -> str:
     """
     ends = "|     rank      node |     rank      node"
     lines = [
-        f"{'':<62}|     host, GiB     |    device, GiB",
+        f"{'':<61}|     host, GiB     |    device, GiB",
         f"stage  offload  grad_accum  master_weights  optimizer_states {ends}",
     ]
     for row in rows:
