@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from datetime import timedelta
@@ -74,6 +75,17 @@ def init_distributed(
         dist.init_process_group(init_method=init_method, **options)
     else:
         _init_from_env(place, distributed_port, options)
+    if backend == "gloo":
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End a gloo group before the interpreter: one that outlives it may abort a process that had succeeded.
+
+    Engines let go of the group before; exit functions run in reverse order.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def choose_backend(wanted: str | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -112,6 +114,8 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._log_start()
         self.memory_timeline.mark("initialize", self.memory_report)
+        if self._comm.group is not None and self._comm.on_host:
+            atexit.register(_let_go, weakref.ref(self))
 
     # -- what clients read ---------------------------------------------------------------------------------
 
@@ -465,3 +469,14 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         if self._comm.rank or not every or math.isinf(every) or self.global_steps % int(every):
             return
         logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+
+def _let_go(reference: weakref.ref[DeepSpeedEngine]) -> None:
+    """Hold nothing any longer, at the interpreter's exit, so that a gloo group ends before it.
+
+    One that outlives the interpreter aborts the process in one of three exits (torch 2.13), after a job that
+    had succeeded.
+    """
+    engine = reference()
+    if engine is not None:
+        engine.__dict__.clear()

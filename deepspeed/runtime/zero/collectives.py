@@ -7,6 +7,8 @@ reduces.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +41,22 @@ class Comm:
         """Describe a group; without an initialized torch.distributed, a world of one."""
         if not dist.is_initialized():
             return cls(None, 0, 1, True)
-        return cls(
-            group, dist.get_rank(group), dist.get_world_size(group), "nccl" not in dist.get_backend(group)
-        )
+        on_host = "nccl" not in dist.get_backend(group)
+        comm = cls(group, dist.get_rank(group), dist.get_world_size(group), on_host)
+        if on_host:
+            atexit.register(_let_go, weakref.ref(comm))
+        return comm
 
     def global_rank(self, rank: int) -> int:
         """A group rank as torch.distributed's root arguments want it."""
         return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+
+
+def _let_go(reference: weakref.ref[Comm]) -> None:
+    """Hold the group no longer, at the interpreter's exit: a client may still hold the optimizer."""
+    comm = reference()
+    if comm is not None:
+        object.__setattr__(comm, "group", None)
 
 
 def launch_reduce_mean(flat: torch.Tensor, owner_bounds: Sequence[int], comm: Comm) -> Wait:
