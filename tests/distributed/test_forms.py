@@ -274,3 +274,16 @@ def test_another_optimizer_than_our_adam_is_refused_by_key_on_every_rank():
             problems, ("optimizer_states", "master_weights", "grad_accum_dtype"), strict=True
         ):
             assert key in problem and "SGD" in problem and "Adam" in problem
+
+
+def _refused_without_the_compiled_op():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_CPU_ADAM", "torch")
+        for offload in FORMS:
+            with pytest.raises(ValueError, match=f"{list(offload)[0]}: .* DS_CPU_ADAM=torch"):
+                make_engine(offload)
+    return True
+
+
+def test_the_op_in_plain_torch_is_refused_by_name_on_every_rank():
+    run_distributed(2, _refused_without_the_compiled_op)

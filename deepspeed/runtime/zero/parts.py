@@ -281,7 +281,7 @@ def check_forms(
     """Refuse smaller forms where they cannot hold.
 
     Raises:
-        ValueError: they need our Adam, or the residual needs bf16 weights.
+        ValueError: they need our Adam, compiled, or the residual needs bf16 weights.
     """
     forms, section = settings.forms, "zero_optimization.offload_optimizer"
     key, value = "optimizer_states", forms.moments.value
@@ -291,6 +291,11 @@ def check_forms(
         raise ValueError(
             f'{section}.{key}: expected "fp32" with {type(optimizer).__name__}, got "{value}". Use Adam or '
             "AdamW of the configuration, or DeepSpeedCPUAdam."
+        )
+    if not hasattr(optimizer._op, "encode_moment"):
+        raise ValueError(
+            f'{section}.{key}: expected "fp32" with DS_CPU_ADAM=torch, got "{value}". Unset DS_CPU_ADAM: '
+            "smaller forms are in the compiled op only."
         )
     others = {param.dtype for param in params.values()} - {torch.bfloat16}
     if forms.master is MasterForm.bf16_residual and others:
