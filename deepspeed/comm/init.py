@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from datetime import timedelta
@@ -75,14 +74,6 @@ def init_distributed(
         dist.init_process_group(init_method=init_method, **options)
     else:
         _init_from_env(place, distributed_port, options)
-    if backend == "gloo":
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    """End the group before the interpreter: gloo's threads may abort a process that leaves it to the exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def choose_backend(wanted: str | None) -> str:
