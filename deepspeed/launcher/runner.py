@@ -212,3 +212,7 @@ def _can_bind(port: int) -> bool:
 def _program(options: argparse.Namespace) -> tuple[str, ...]:
     python = () if options.no_python else (sys.executable, "-u")
     return (*python, *(("-m",) if options.module else ()), options.user_script)
+
+
+if __name__ == "__main__":
+    main()

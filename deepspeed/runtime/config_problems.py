@@ -22,7 +22,12 @@ _CONSTRAINTS = {
     "model": "a JSON object",
     "list": "a list",
 }
-_BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than_equal": ("le", "<=")}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
 
 
 class DeepSpeedConfigError(ValueError):

@@ -39,5 +39,6 @@ def test_the_machine_loses_what_the_account_says(reports, accumulation, bytes_a_
     for report in reports:
         found = report[accumulation]
         arithmetic = bytes_a_param * found["numel"] // WORLD + 4 * EMBEDDING_NUMEL
-        assert arithmetic - 8 * MIB < found["growth"] < arithmetic + CONSTANT_OF_RANKS
+        # Below it, what was resident before and has gone since: libraries' caches, pages now shared.
+        assert arithmetic - 32 * MIB < found["growth"] < arithmetic + CONSTANT_OF_RANKS
         assert found["growth"] - found["after step 1"] < JITTER_OF_RANKS

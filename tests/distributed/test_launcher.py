@@ -62,6 +62,12 @@ def wait_until_gone(pid, limit_s=20.0):
     return False
 
 
+def test_the_command_runs_as_a_module():
+    words = ["-m", "deepspeed.launcher.runner", "--hostfile", "None", "--num_gpus", "2", write(REPORT)]
+    subprocess.run([sys.executable, *words], check=True)
+    assert len(reports()) == 2
+
+
 def test_every_rank_learns_its_place_and_gets_its_arguments():
     assert launch("--num_gpus", "2", write(REPORT), "--lr", "1") == 0
     first, second = reports()

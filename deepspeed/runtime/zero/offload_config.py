@@ -84,7 +84,7 @@ class OffloadOptimizerConfig(OffloadTarget):
     super_offload: bool = False
     master_weights: Annotated[MasterForm, BeforeValidator(_one_of(MasterForm))] = MasterForm.fp32
     optimizer_states: Annotated[MomentForm, BeforeValidator(_one_of(MomentForm))] = MomentForm.fp32
-    optimizer_states_seed: Count = 0
+    optimizer_states_seed: Annotated[Count, Field(lt=1 << 63)] = 0
     cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.8
 
 

@@ -49,6 +49,7 @@ def test_stocks_keys_are_the_same_bytes():
     ("settings", "words"),
     [
         (config({"master_weights": "bf16"}), (f"{OFFLOAD}.master_weights", '"bf16_residual"', "got")),
+        (config({"optimizer_states_seed": 1 << 63}), (f"{OFFLOAD}.optimizer_states_seed", "a number < 9.2")),
         (config({"optimizer_states": 8}), (f"{OFFLOAD}.optimizer_states", '"int8"', "got 8")),
         (
             config({"master_weights": "bf16_residual"}, bf16=False, fp16={"enabled": True}),
