@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 from datetime import timedelta
@@ -84,6 +85,7 @@ def _leave() -> None:
 
     Engines let go of the group before; exit functions run in reverse order.
     """
+    gc.collect()  # what holds the group in a cycle
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import weakref
@@ -480,3 +481,4 @@ def _let_go(reference: weakref.ref[DeepSpeedEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.__dict__.clear()
+        gc.collect()  # hooks and closures hold one another

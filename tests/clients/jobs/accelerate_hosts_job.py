@@ -27,3 +27,4 @@ seen = {
 }
 with open(f"out/{accelerator.process_index}", "w") as file:
     json.dump(seen, file)
+accelerator.end_training()
