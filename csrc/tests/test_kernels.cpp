@@ -132,6 +132,17 @@ void queue_adam(const KernelTable& kernels, const host_ops::AdamArgs& args, int6
     queue.wait(ticket);  // the other one is waited for by the destructor
 }
 
+host_ops::AdamArgs adam_constants() {
+    host_ops::AdamArgs args{};
+    args.one_minus_beta1 = 0.1f;
+    args.beta2 = 0.999f;
+    args.one_minus_beta2 = 0.001f;
+    args.neg_step_size = -0.01f;
+    args.bias_correction2_sqrt = 0.7f;
+    args.eps = 1e-8f;
+    return args;
+}
+
 Result run(const KernelTable& kernels, const Case& c) {
     Result r{{}, 0, 0, 0};
     const Dtype dtypes[] = {c.master, c.grad, c.moment, c.moment, c.out};
@@ -139,7 +150,7 @@ Result run(const KernelTable& kernels, const Case& c) {
     for (const Dtype dtype : dtypes) {
         r.arrays.emplace_back(c.numel, dtype, c.offset, seed++);
     }
-    host_ops::AdamArgs args{};
+    host_ops::AdamArgs args = adam_constants();
     args.master = r.arrays[0].stream();
     args.grad = r.arrays[1].stream();
     args.exp_avg = r.arrays[2].stream();
@@ -148,12 +159,6 @@ Result run(const KernelTable& kernels, const Case& c) {
     args.grad_scale = 0.5f;
     args.decay = c.l2 ? 1.0f : 0.999f;
     args.l2 = c.l2 ? 0.1f : 0.0f;
-    args.one_minus_beta1 = 0.1f;
-    args.beta2 = 0.999f;
-    args.one_minus_beta2 = 0.001f;
-    args.neg_step_size = -0.01f;
-    args.bias_correction2_sqrt = 0.7f;
-    args.eps = 1e-8f;
     if (c.queued) {
         queue_adam(kernels, args, c.numel, c.threads);
     } else {
@@ -202,7 +207,7 @@ std::vector<std::vector<unsigned char>> run_forms(const KernelTable& kernels, in
         master[i] = static_cast<float>(random()) * 1e-9f - 2.0f;
         grad[i] = static_cast<float>(random()) * 1e-9f - 2.0f;
     }
-    host_ops::AdamArgs args{};
+    host_ops::AdamArgs args = adam_constants();
     args.master = {arrays[0].data(), Dtype::kBfloat16};
     args.out = {arrays[1].data(), Dtype::kBfloat16};
     const Dtype dtype = moments == 0 ? Dtype::kFloat32 : Dtype::kBfloat16;
@@ -210,12 +215,6 @@ std::vector<std::vector<unsigned char>> run_forms(const KernelTable& kernels, in
     args.exp_avg_sq = {arrays[3].data(), dtype};
     args.grad = {grad.data(), Dtype::kFloat32};
     args.grad_scale = args.decay = 1.0f;
-    args.one_minus_beta1 = 0.1f;
-    args.beta2 = 0.999f;
-    args.one_minus_beta2 = 0.001f;
-    args.neg_step_size = -0.01f;
-    args.bias_correction2_sqrt = 0.7f;
-    args.eps = 1e-8f;
     args.forms.ties = reinterpret_cast<uint16_t*>(arrays[6].data());
     args.forms.stochastic = moments == 1;
     if (moments == 2) {

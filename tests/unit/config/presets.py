@@ -3,7 +3,7 @@
 Keys and values, found in their repositories: what a newcomer starts from.
 """
 
-_FP16 = {
+FP16 = {
     "enabled": "auto",
     "loss_scale": 0,
     "loss_scale_window": 1000,
@@ -11,7 +11,7 @@ _FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-_ZERO = {
+ZERO2_OFFLOAD = {
     "stage": 2,
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
     "allgather_partitions": True,
@@ -39,20 +39,20 @@ _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 
 # transformers: docs/source/en/deepspeed.md and tests/deepspeed/ds_config_zero2.json
 TRANSFORMERS = {
-    "fp16": _FP16,
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
     "optimizer": _ADAMW,
     "scheduler": _schedule("WarmupLR", *_WARMUP),
-    "zero_optimization": _ZERO,
+    "zero_optimization": ZERO2_OFFLOAD,
     **_SIZES,
     **_LOGGING,
 }
 # The same with the section that the documentation shows for stage 2, and without optimizer and schedule.
 TRANSFORMERS_DOCUMENTED_ZERO = {
-    "fp16": _FP16,
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
-        **_ZERO,
+        **ZERO2_OFFLOAD,
         "allgather_bucket_size": 5e8,
         "reduce_bucket_size": 5e8,
         "round_robin_gradients": True,
@@ -61,14 +61,14 @@ TRANSFORMERS_DOCUMENTED_ZERO = {
 }
 # accelerate: docs/source/usage_guides/deepspeed.md and tests/deepspeed/ds_config_zero2.json
 ACCELERATE = {
-    "fp16": _FP16,
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
     "optimizer": {
         "type": "AdamW",
         "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
     },
     "scheduler": _schedule("WarmupDecayLR", *_WARMUP, "total_num_steps"),
-    "zero_optimization": {**_ZERO, "reduce_bucket_size": "auto"},
+    "zero_optimization": {**ZERO2_OFFLOAD, "reduce_bucket_size": "auto"},
     **_SIZES,
     "gradient_accumulation_steps": 1,
     **_LOGGING,
@@ -77,10 +77,10 @@ ACCELERATE = {
 LLAMA_FACTORY = {
     **_SIZES,
     "zero_allow_untested_optimizer": True,
-    "fp16": _FP16,
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
-        **_ZERO,
+        **ZERO2_OFFLOAD,
         "allgather_bucket_size": 5e8,
         "overlap_comm": False,
         "reduce_bucket_size": 5e8,
@@ -91,11 +91,11 @@ LLAMA_FACTORY = {
 }
 # ms-swift: swift/llm/ds_config/zero2_offload.json, older with optimizer and schedule, newer without
 MS_SWIFT = {
-    "fp16": _FP16,
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
     "optimizer": _ADAMW,
     "scheduler": _schedule("WarmupCosineLR", "total_num_steps", "warmup_num_steps"),
-    "zero_optimization": _ZERO,
+    "zero_optimization": ZERO2_OFFLOAD,
     **_SIZES,
     **_LOGGING,
 }

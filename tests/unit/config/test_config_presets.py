@@ -4,25 +4,9 @@ import pytest
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from tests.unit.config.presets import FP16, ZERO2_OFFLOAD
 
-FP16_BLOCK = {
-    "enabled": True,
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-ZERO2_OFFLOAD = {
-    "stage": 2,
-    "offload_optimizer": {"device": "cpu", "pin_memory": True},
-    "allgather_partitions": True,
-    "allgather_bucket_size": 2e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 2e8,
-    "contiguous_gradients": True,
-}
+FP16_BLOCK = {**FP16, "enabled": True}
 
 
 def accelerate_plugin(stage):
