@@ -9,7 +9,7 @@ import torch
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import engine_setup
-from deepspeed.runtime.zero import staging
+from deepspeed.runtime.zero import ring, staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,9 +124,9 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
     with monkeypatch.context() as patch:
         expected = train(make_config("bf16", gas, pin), patch)[0]
     deliver, upload, launch = (
-        staging.Downloader._deliver,
+        ring.Downloader._deliver,
         staging.UploadPublisher.close_chunk,
-        staging.Downloader._launch_copies,
+        ring.Downloader._launch_copies,
     )
 
     def slow_deliver(self, *args):
@@ -144,9 +144,9 @@ def test_delays_in_copies_change_nothing(gas, pin, monkeypatch):
             torch.cuda._sleep(2_000_000)
         launch(self, *args)
 
-    monkeypatch.setattr(staging.Downloader, "_deliver", slow_deliver)
+    monkeypatch.setattr(ring.Downloader, "_deliver", slow_deliver)
     monkeypatch.setattr(staging.UploadPublisher, "close_chunk", slow_upload)
-    monkeypatch.setattr(staging.Downloader, "_launch_copies", slow_launch)
+    monkeypatch.setattr(ring.Downloader, "_launch_copies", slow_launch)
     assert torch.equal(train(make_config("bf16", gas, pin), monkeypatch)[0], expected)
 
 

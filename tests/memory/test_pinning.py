@@ -8,7 +8,8 @@ import torch
 
 from deepspeed.runtime.zero import host_buffer
 from deepspeed.runtime.zero.host_buffer import HostBuffer, Ledger
-from deepspeed.runtime.zero.staging import SLOTS, StagingRing
+from deepspeed.runtime.zero.ring import StagingRing
+from deepspeed.runtime.zero.staging import SLOTS
 from tests.small_engine import captured_log, ds_config, make_engine, run_micro_batch
 
 SLOT_NBYTES = 3 * 4096 + 1
@@ -50,14 +51,14 @@ def cuda(monkeypatch):
 
 
 def test_without_pin_memory_not_one_byte_is_page_locked(cuda):
-    ring = StagingRing(SLOT_NBYTES, False, Ledger())
+    ring = StagingRing(SLOT_NBYTES, False, Ledger(), SLOTS)
     assert not ring.pinned and cuda.requests == []
     ring.close()
 
 
 def test_with_pin_memory_the_exact_bytes_of_the_ring_are_locked_and_unlocked_again(cuda):
     ledger = Ledger()
-    ring = StagingRing(SLOT_NBYTES, True, ledger)
+    ring = StagingRing(SLOT_NBYTES, True, ledger, SLOTS)
     assert ring.pinned and cuda.requests == [SLOT_NBYTES] * SLOTS, "nothing is rounded up"
     assert [entry.pinned for entry in ledger] == [True] * SLOTS
     ring.close()
@@ -68,7 +69,7 @@ def test_with_pin_memory_the_exact_bytes_of_the_ring_are_locked_and_unlocked_aga
 def test_a_refused_page_lock_warns_once_by_the_keys_name_and_goes_on(cuda, slots_granted):
     cuda.limit_nbytes = slots_granted * SLOT_NBYTES
     with captured_log() as log:
-        ring = StagingRing(SLOT_NBYTES, True, Ledger())
+        ring = StagingRing(SLOT_NBYTES, True, Ledger(), SLOTS)
     assert not ring.pinned
     assert len(log) == 1
     assert log[0].startswith("zero_optimization.offload_optimizer.pin_memory: page-locking")

@@ -37,6 +37,7 @@ LAYERS = {
     "deepspeed.runtime.zero.change_gate": 4,
     "deepspeed.runtime.zero.settings": 4,
     "deepspeed.runtime.zero.publisher": 5,
+    "deepspeed.runtime.zero.ring": 5,
     "deepspeed.runtime.zero.staging": 6,
     "deepspeed.runtime.zero.host_shard": 6,
     "deepspeed.runtime.zero.needs": 6,

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.inner_state import state_entries
 from deepspeed.runtime.zero.layout import BucketItem, GroupLayout
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.publisher import Publisher, Target, publish_all
-from deepspeed.runtime.zero.staging import Downloader
+from deepspeed.runtime.zero.ring import Downloader
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -137,7 +137,7 @@ class HostMaster:
         if self._downloader is None:
             self._store(items, 0, flat)
         else:
-            self._downloader.submit(items, flat, self._store)
+            self._downloader.submit(flat, partial(self._store, items))
 
     def wait_grads(self) -> None:
         """Wait until every gradient taken has arrived in host memory."""

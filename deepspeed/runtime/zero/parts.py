@@ -35,7 +35,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.preflight import check_memory
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
 from deepspeed.runtime.zero.settings import ZeroSettings
-from deepspeed.runtime.zero.staging import Downloader, StagingRing, UploadPublisher
+from deepspeed.runtime.zero.ring import Downloader, StagingRing
+from deepspeed.runtime.zero.staging import UploadPublisher
 
 
 class Master(Protocol):
