@@ -34,8 +34,8 @@ from deepspeed.runtime.zero.needs import (
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.preflight import check_memory
 from deepspeed.runtime.zero.publisher import ParamPublisher, Publisher, params_dtype
-from deepspeed.runtime.zero.settings import ZeroSettings
 from deepspeed.runtime.zero.ring import Downloader, StagingRing
+from deepspeed.runtime.zero.settings import ZeroSettings
 from deepspeed.runtime.zero.staging import UploadPublisher
 
 
