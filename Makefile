@@ -10,11 +10,14 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # Installed without its needs: ray, vllm and flash-attn, and one release of stock DeepSpeed.
 BARE_CLIENTS := $(shell sed -n 's/^ *"\(openrlhf==[^"]*\)".*/\1/p' pyproject.toml)
+# What the patch for stock is made of, the files behind its links too.
+PATCH := $(shell find -L stock_patch \( -name build -o -name '*.egg-info' \) -prune -o -type f \
+	! -name '*.pyc' ! -name '*.md' -print 2>/dev/null)
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 BENCHMARKS := $(wildcard benchmarks/host_step.py benchmarks/engine_step.py benchmarks/host_memory.py)
 
-.PHONY: demo test test-peer test-clients check bench sanitize torture format clean
+.PHONY: demo test test-peer test-stock test-clients check bench sanitize torture format clean
 
 demo: $(INSTALLED)  ## train a small GPT on two ranks with the optimizer on the host, and show what it cost
 	$(BIN)/deepspeed --num_gpus 2 examples/train_gpt.py
@@ -42,6 +45,9 @@ test-peer: $(INSTALLED)  ## exchange of checkpoints with stock DeepSpeed, in an 
 	@test ! -f $(PEER)/.installed || DS_STOCK_PYTHON=$(abspath $(PEER))/bin/python \
 		$(BIN)/python -m pytest -m compat tests/compat
 
+test-stock: $(INSTALLED) $(PEER)/.patched  ## the patch for stock DeepSpeed, in stock's environment
+	DS_STOCK_PYTHON=$(abspath $(PEER))/bin/python $(BIN)/python -m pytest -m stock tests/stock
+
 test-clients: $(CLIENTS)/.installed  ## transformers, accelerate, lightning, trl and others train on this package
 	DS_REQUIRE_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
@@ -54,7 +60,8 @@ format: $(INSTALLED)  ## rewrite sources as check wants them
 	$(BIN)/clang-format -i $(CPP)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PEER) $(CLIENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) build dist *.egg-info stock_patch/build stock_patch/*.egg-info \
+		.mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml setup.py deepspeed/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -70,6 +77,13 @@ $(PEER)/.installed:
 	$(PYTHON) -m venv $(PEER)
 	$(PEER)/bin/python -m pip install --quiet $(TORCH) setuptools wheel ninja packaging psutil
 	DS_BUILD_OPS=0 $(PEER)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	touch $@
+
+# Not switched on in test-peer, so it changes nothing there. A build folder that lies there would go into the wheel.
+$(PEER)/.patched: $(PEER)/.installed $(PATCH)
+	rm -rf stock_patch/build
+	$(PEER)/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall ./stock_patch
+	rm -rf stock_patch/build stock_patch/*.egg-info
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml setup.py deepspeed/version.py
