@@ -1,4 +1,4 @@
-"""Runs a program on stock DeepSpeed with the patch applied: `python -m deepspeed_lean train.py arguments ...`."""
+"""Runs a program on patched stock DeepSpeed: `python -m deepspeed_lean train.py arguments ...`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ the same program (`peer_job`): they train three steps, save, and train five more
 other saved, saves it again at once, and trains the same five steps.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -20,10 +19,8 @@ import torch
 from deepspeed.runtime.checkpoint.torch_read import read_torch_file
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.compat.peer_job import Job
+from tests.stock_python import COMPILER, OPS, STOCK, held_ops
 
-STOCK = os.environ.get("DS_STOCK_PYTHON")
-STOCKS_OPS = Path(STOCK or "").absolute().parent.with_name("ops")
-COMPILER = STOCKS_OPS / "g++"  # without the debug information that stock asks for: half the time
 LIMIT_S = 900  # stock compiles its ops first
 pytestmark = [
     pytest.mark.compat,
@@ -68,7 +65,7 @@ def _python(python, *arguments):
     """Run one side's interpreter; stock's ops have a folder beside it, where they do not meet ours."""
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if python == STOCK:
-        env |= {"PYTHONPATH": "", "TORCH_EXTENSIONS_DIR": str(STOCKS_OPS), "CXX": str(COMPILER)}
+        env |= {"PYTHONPATH": "", "TORCH_EXTENSIONS_DIR": str(OPS), "CXX": str(COMPILER)}
     return subprocess.run(
         [python, *arguments], env=env, cwd="/", capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -121,14 +118,7 @@ class Exchange:
 
 @pytest.fixture(scope="module")
 def stocks_ops():
-    """Stock's compiled ops, held by one run at a time: a lock that lies there is a killed build's."""
-    STOCKS_OPS.mkdir(exist_ok=True)
-    with open(STOCKS_OPS / "in_use", "w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        for lock in STOCKS_OPS.glob("*/lock"):
-            lock.unlink()  # torch would wait for it for ever
-        COMPILER.write_text('#!/bin/sh\nexec g++ "$@" -g0\n')
-        COMPILER.chmod(0o755)
+    with held_ops():
         yield
 
 
