@@ -1,0 +1,1 @@
+../../deepspeed/ops/adam/host_threads.py

@@ -1,0 +1,1 @@
+../../deepspeed/runtime/zero/ring.py
