@@ -1,0 +1,118 @@
+"""What the replacements in stock's ZeRO optimizers share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from .host_memory import HostMemory
+from .op_builder import CPUAdamBuilder
+from .ring import StagingRing
+from .shapes import Shape
+
+_SLOT_NBYTES = 32 << 20  # 16 Mi elements of 16 bits: what a download brings at a time
+_SLOTS = 3  # one is computed, one waits, one travels
+
+
+class ZeroOptimizer:
+    """Base of the mixins: the attributes are those of stock's optimizer, into which they are mixed."""
+
+    # Functions of stock's class that a mixin extends or replaces, and what it relies on in them.
+    SHAPES: ClassVar[dict[str, Shape]] = {}
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Lean:
+    """What one optimizer has beside stock's attributes.
+
+    Args:
+        pin: page-lock the ring.
+    """
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self.memory = HostMemory("DeepSpeedZeroOptimizer")
+        self._ring: StagingRing | None = None
+        self._op: Any = None
+
+    def op(self) -> Any:
+        """Our compiled op, whatever stock's optimizer uses."""
+        if self._op is None:
+            self._op = CPUAdamBuilder().load()
+        return self._op
+
+    def ring(self) -> StagingRing:
+        """The staging ring, made at first use. Gradients pass it in backward, weights in step."""
+        if self._ring is None:
+            self._ring = StagingRing(_SLOT_NBYTES, self.pin, self.memory.ledger, _SLOTS)
+            weakref.finalize(self, self._ring.close).atexit = False
+        return self._ring
+
+    def close(self) -> None:
+        """Return the ring's memory."""
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+
+class Stage12(ZeroOptimizer):
+    """Stages 1 and 2: knows whether the optimizer is on the host, and holds what the mixins share.
+
+    Stock pins masters, gradients and copies when `pin_memory` is set. Here everything between device and host
+    passes the ring, and only that is page-locked; what a switch leaves to stock is pinned as stock does.
+    """
+
+    SHAPES: ClassVar[dict[str, Shape]] = {
+        "__init__": Shape(None, ("offload_optimizer_config", "cpu_offload", "cpu_offload_pin_memory")),
+        "destroy": Shape(("self",)),
+    }
+    lean: Lean
+
+    # Whether downloads and uploads pass the ring; set by the mixins that do it.
+    downloads_through_ring = False
+    uploads_through_ring = False
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("offload_optimizer_config")
+        pin = bool(config is not None and config.pin_memory)
+        self.lean = Lean(pin)
+        only_ring = self.downloads_through_ring and self.uploads_through_ring and adam_is_stocks(optimizer)
+        if pin and only_ring and not kwargs.get("zenflow_config"):
+            kwargs["offload_optimizer_config"] = config.model_copy(update={"pin_memory": False})
+        super().__init__(optimizer, *args, **kwargs)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the fp32 masters are on the host."""
+        return bool(self.cpu_offload) and not self.zenflow
+
+    @property
+    def has_device(self) -> bool:
+        """Whether the parameters are elsewhere."""
+        return bool(self.bit16_groups_flat[0].device.type == "cuda")
+
+    def destroy(self) -> None:
+        """As stock's; returns the ring too."""
+        super().destroy()
+        self.lean.close()
+
+
+def adam_is_stocks(optimizer: Any) -> bool:
+    """Whether an optimizer is exactly stock's DeepSpeedCPUAdam, whose op can be driven in parts."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return type(optimizer) is DeepSpeedCPUAdam
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that starts where the current one is."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
