@@ -1,4 +1,4 @@
-"""The interpreter with stock DeepSpeed, and the ops that stock compiles there: kept, and used by one run at a time."""
+"""The interpreter with stock DeepSpeed, and the ops compiled for it: kept, and used by one run at a time."""
 
 import contextlib
 import fcntl

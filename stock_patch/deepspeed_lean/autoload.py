@@ -33,14 +33,16 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Returns the spec of `deepspeed` with a loader that also patches; None for every other module.
 
+        None also if the program has switched the variable off by now.
+
         Raises:
             ValueError: DEEPSPEED_LEAN has a value without meaning.
         """
-        if fullname != _TARGET:
+        choice = os.environ.get(VARIABLE, "1")
+        if fullname != _TARGET or choice in ("", "0"):
             return None
         # Said here and not at Python's start, where it would end nothing and show in every process.
-        choice = os.environ.get(VARIABLE, "1")
-        if choice not in ("", "0", "1"):
+        if choice != "1":
             raise ValueError(f"{VARIABLE}: expected 1, 0 or nothing, got {choice!r}. Correct or unset it.")
         # Those before it were asked already. None of them is asked through the import system: it would ask
         # this one again.

@@ -1,14 +1,13 @@
 """Three ways to switch the patch on, what is left out, and stock untouched without it."""
 
-import json
-
 import pytest
 
 from tests.stock import harness
 
 pytestmark = harness.MARKS
 
-SWITCHES = ["host_buffers", "adam_op", "unscale", "staging", "accumulator", "temporary", "pinning"]
+# Without a GPU there is nothing to pin.
+ON_CPU = ["host_buffers", "adam_op", "unscale", "staging", "accumulator", "temporary"]
 
 # A submodule first, as clients do it: stock's package is imported on the way.
 LOOK = """
@@ -16,7 +15,8 @@ LOOK = """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     import deepspeed, deepspeed.runtime.engine
     report({
-        "ours in the optimizer": any(c.__module__.startswith("deepspeed_lean") for c in DeepSpeedZeroOptimizer.__mro__),
+        "ours in the optimizer": any(
+            base.__module__.startswith("deepspeed_lean") for base in DeepSpeedZeroOptimizer.__mro__),
         "the engine has it": deepspeed.runtime.engine.DeepSpeedZeroOptimizer is DeepSpeedZeroOptimizer,
         "loaded": sorted(name for name in sys.modules if name.startswith("deepspeed_lean")),
         "applied": list(sys.modules["deepspeed_lean"].applied()) if "deepspeed_lean" in sys.modules else None,
@@ -44,12 +44,26 @@ BY_HAND = """
     import deepspeed, deepspeed_lean
     from deepspeed.runtime.zero import stage_1_and_2 as stock
     own = stock.DeepSpeedZeroOptimizer
-    found = [deepspeed_lean.applied(), deepspeed_lean.apply(staging=False, pinning=False), deepspeed_lean.applied()]
+    off = {"staging": False, "pinning": False}
+    found = [deepspeed_lean.applied(), deepspeed_lean.apply(**off), deepspeed_lean.applied()]
     patched = stock.DeepSpeedZeroOptimizer
-    found += [deepspeed_lean.apply(staging=False, pinning=False), stock.DeepSpeedZeroOptimizer is patched]
+    # Once more puts nothing on top of what is there.
+    found += [deepspeed_lean.apply(**off), stock.DeepSpeedZeroOptimizer.__bases__ == patched.__bases__]
     deepspeed_lean.revert()
     found += [patched is own, stock.DeepSpeedZeroOptimizer is own, deepspeed_lean.applied()]
     report(found)
+    """
+TRAIN = """
+    import os, torch
+    torch.distributed.init_process_group("gloo")
+    import deepspeed
+    from peer_job import Job, make_engine, spare_stock, train
+    spare_stock(deepspeed)
+    engine = make_engine(Job(), deepspeed)
+    bases = [base.__module__.partition(".")[0] for base in type(engine.optimizer).__mro__]
+    report([bases, train(engine, 3, int(os.environ["RANK"]))])
+    engine.destroy()
+    torch.distributed.destroy_process_group()
     """
 OP = """
     import sys, torch
@@ -78,12 +92,19 @@ def test_installed_but_not_switched_on_stock_is_untouched(value):
 
 def test_the_environment_switches_on():
     (seen,) = harness.results(LOOK, environment={"DEEPSPEED_LEAN": "1"})
-    assert seen["applied"] == SWITCHES
+    assert seen["applied"] == ON_CPU
     assert seen["ours in the optimizer"]
     assert seen["the engine has it"]
     # The hook has gone, and stock's module looks as if it had been imported without.
     assert seen["loader"] == "SourceFileLoader"
     assert not [module for module in seen["finders"] if "deepspeed" in module]
+
+
+def test_ranks_train_on_the_patched_optimizer():
+    for bases, losses in harness.results(TRAIN, world=2, environment={"DEEPSPEED_LEAN": "1"}):
+        assert bases.index("deepspeed_lean") < len(bases) - 1 - bases[::-1].index("deepspeed")
+        assert len(losses) == 3
+        assert all(0 < loss < 10 for loss in losses)
 
 
 def test_a_process_without_deepspeed_imports_nothing():
@@ -97,20 +118,20 @@ def test_the_command_runs_a_script_as_python_would(script):
         "name": "__main__",
         "neighbour": 7,
         "child": ["True", "False"],  # will be patched when it imports deepspeed
-        "applied": SWITCHES,
+        "applied": ON_CPU,
     }
 
 
 def test_a_program_applies_and_reverts():
     (seen,) = harness.results(BY_HAND)
-    some = [name for name in SWITCHES if name not in ("staging", "pinning")]
+    some = [name for name in ON_CPU if name != "staging"]
     assert seen == [[], some, some, some, True, False, True, []]
 
 
 def test_switches_are_left_out_by_the_environment():
     environment = {"DEEPSPEED_LEAN": "1", "DEEPSPEED_LEAN_OFF": "staging,pinning"}
     (seen,) = harness.results(LOOK, environment=environment)
-    assert seen["applied"] == [name for name in SWITCHES if name not in ("staging", "pinning")]
+    assert seen["applied"] == [name for name in ON_CPU if name != "staging"]
 
 
 def test_an_unknown_switch_is_an_error():
@@ -124,7 +145,7 @@ def test_an_unknown_switch_is_an_error():
 def test_the_log_names_each_replacement():
     (ended,) = harness.run("import deepspeed", environment={"DEEPSPEED_LEAN": "1"})
     log = ended.stdout + ended.stderr
-    assert not [name for name in SWITCHES if name not in log], json.dumps(log)
+    assert not [name for name in ON_CPU if name not in log], log
 
 
 def test_the_op_compiles_from_the_installed_package():

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_PYTHON_ROOTS = ("deepspeed", "op_builder", "tests", "benchmarks", "examples", "setup.py")
+_PYTHON_ROOTS = (
+    "deepspeed",
+    "op_builder",
+    "stock_patch/deepspeed_lean",
+    "stock_patch/setup.py",
+    "tests",
+    "benchmarks",
+    "examples",
+    "setup.py",
+)
 _CPP_ROOTS = ("csrc",)
 
 
@@ -18,6 +27,11 @@ def python_files() -> list[Path]:
 
 def package_files() -> list[Path]:
     return [path for path in python_files() if relative(path).split("/")[0] in ("deepspeed", "op_builder")]
+
+
+def patch_files() -> list[Path]:
+    """The files of the patch for stock that are its own."""
+    return [path for path in python_files() if relative(path).startswith("stock_patch/deepspeed_lean/")]
 
 
 def cpp_files() -> list[Path]:
@@ -63,10 +77,11 @@ def docstring_line_count(node: ast.AST) -> int:
 
 
 def _files(root: str, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """Yield files below a folder that is no link, or the file itself."""
+    """Yield files below a folder, or the file itself; what links lead to is counted where it is."""
     top = ROOT / root
     if top.is_file():
         yield top
     for folder, subfolders, names in os.walk(top):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if name.endswith(suffixes))
+        paths = (Path(folder, name) for name in names if name.endswith(suffixes))
+        yield from (path for path in paths if not path.is_symlink())

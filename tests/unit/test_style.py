@@ -25,7 +25,7 @@ PUBLIC_SIGNATURES = {
 # Models of the DeepSpeed JSON: one attribute a key, and the keys are DeepSpeed's.
 CONFIG_BASES = {"Section", "Settings"}
 
-PACKAGE = source_tree.package_files()
+PACKAGE = source_tree.package_files() + source_tree.patch_files()
 EVERYTHING = source_tree.python_files()
 
 
