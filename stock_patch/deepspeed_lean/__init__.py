@@ -1,4 +1,4 @@
-"""Stock DeepSpeed with the optimizer on the host at 16 bytes a parameter, by replacing parts of it as it runs.
+"""Stock DeepSpeed with the optimizer on the host at 16 bytes a parameter: parts of it replaced as it runs.
 
 `apply()` replaces, `revert()` undoes; nothing happens at import. Engines that exist keep what they were made
 with.

@@ -136,7 +136,8 @@ class Fp32Accumulation(Stage12):
         for param_id in self._in_window:
             squares = self._squares[param_id]
             self.norm_for_param_grads[param_id] = torch.tensor(math.sqrt(squares), dtype=torch.float64)
-            self.local_overflow = self.local_overflow or not math.isfinite(squares)
+            if not math.isfinite(squares):
+                self.local_overflow = True
 
     def destroy(self) -> None:
         """As stock's, after ending the thread that brings gradients down."""

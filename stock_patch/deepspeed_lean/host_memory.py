@@ -41,7 +41,7 @@ class HostMemory:
         return tensor
 
     def move(self, name: str, tensor: torch.Tensor) -> None:
-        """Give a tensor on the host a buffer of its own, unless it has one, is page-locked, or is on a device.
+        """Give a tensor a buffer of its own, unless it has one, is page-locked, or is on a device.
 
         Page-locked memory is not shared with forked children, so there is nothing to gain.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from . import SWITCHES, pinning
@@ -63,9 +65,9 @@ class _Replaced:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute, to be restored."""
         if name in vars(owner):
-            self.undo.append(lambda before=vars(owner)[name]: setattr(owner, name, before))  # type: ignore[misc]
+            self.undo.append(partial(setattr, owner, name, vars(owner)[name]))
         else:
-            self.undo.append(lambda: delattr(owner, name))
+            self.undo.append(partial(delattr, owner, name))
         setattr(owner, name, value)
 
 
@@ -120,7 +122,8 @@ def _wanted(switches: Mapping[str, bool]) -> set[str]:
         unknown = [name for name in names if name not in SWITCHES]
         if unknown:
             raise ValueError(
-                f"{source}: expected names among {', '.join(SWITCHES)}, got {', '.join(unknown)}. Correct them."
+                f"{source}: expected names among {', '.join(SWITCHES)}, got {', '.join(unknown)}. "
+                "Correct them."
             )
     return {name for name in SWITCHES if switches.get(name, True) and name not in off}
 
@@ -187,5 +190,14 @@ def _fits(switch: str, owner: Any, shapes: Mapping[str, Shape]) -> bool:
     return problem is None
 
 
-def _logger() -> Any:
-    return importlib.import_module("deepspeed.utils").logger
+def _logger() -> logging.Logger:
+    """A logger that is heard: stock's own says nothing below a warning."""
+    logger = logging.getLogger("deepspeed_lean")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+        # One line a replacement, not one a rank.
+        logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    return logger

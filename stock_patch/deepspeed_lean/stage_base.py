@@ -12,21 +12,22 @@ from .op_builder import CPUAdamBuilder
 from .ring import StagingRing
 from .shapes import Shape
 
-_SLOT_NBYTES = 32 << 20  # 16 Mi elements of 16 bits: what a download brings at a time
+_SLOT_NBYTES = 8 << 20  # a tile of 16-bit weights
 _SLOTS = 3  # one is computed, one waits, one travels
 
 
-class ZeroOptimizer:
-    """Base of the mixins: the attributes are those of stock's optimizer, into which they are mixed."""
+# A mixin sees the attributes of stock's optimizer, into which it is mixed.
+if TYPE_CHECKING:
+    _Stocks = Any
+else:
+    _Stocks = object
+
+
+class ZeroOptimizer(_Stocks):
+    """Base of the mixins."""
 
     # Functions of stock's class that a mixin extends or replaces, and what it relies on in them.
     SHAPES: ClassVar[dict[str, Shape]] = {}
-
-    if TYPE_CHECKING:
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
 class Lean:
@@ -81,10 +82,9 @@ class Stage12(ZeroOptimizer):
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("offload_optimizer_config")
-        pin = bool(config is not None and config.pin_memory)
-        self.lean = Lean(pin)
+        self.lean = Lean(pin=config is not None and config.pin_memory)
         only_ring = self.downloads_through_ring and self.uploads_through_ring and adam_is_stocks(optimizer)
-        if pin and only_ring and not kwargs.get("zenflow_config"):
+        if config is not None and only_ring and not kwargs.get("zenflow_config"):
             kwargs["offload_optimizer_config"] = config.model_copy(update={"pin_memory": False})
         super().__init__(optimizer, *args, **kwargs)
 

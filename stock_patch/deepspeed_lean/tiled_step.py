@@ -50,7 +50,7 @@ class WeightUpload:
 
     def close(self, tile: _Tile) -> None:
         """The tile's weights are written; send them."""
-        if tile.slot is not None:
+        if tile.slot is not None and tile.out is not None:
             with torch.cuda.stream(self._stream):
                 self._partition[tile.start : tile.end].copy_(tile.out, non_blocking=True)
                 event = torch.cuda.Event(blocking=True)
