@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
+LEAVE_S = 60.0
 
 
 class Contender(NamedTuple):
@@ -108,10 +109,14 @@ class Worker:
         self._process.kill()
 
     def wait(self) -> None:
-        """Waits for its end."""
+        """Waits for its end, but not for ever: threads of a library may hold a process that is done."""
         assert self._process.stdout is not None
-        self._process.stdout.read()
-        self._process.wait()
+        try:
+            self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
 
 class Job:

@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     contenders.add_arguments(parser)
     parser.set_defaults(world=2)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
-    parser.add_argument("--numel", type=int, help="parameters; default 50 M on cpu, 1.2 B on cuda")
+    parser.add_argument("--numel", type=int, help="parameters; default 50 M on cpu, 1.2 B a rank on cuda")
     parser.add_argument("--hidden", type=int, default=2048, help="width of a block")
     parser.add_argument("--gas", type=int, nargs="+", default=[1, 4], help="accumulation steps")
     parser.add_argument("--rounds", type=int, default=7, help="optimizer steps of each contender")
@@ -45,7 +45,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--png", type=Path, default=HERE / "several_gpus.png", help="chart of the scaling")
     options = parser.parse_args()
     options.device = contenders.choose_device(options)
-    options.numel = options.numel or engine_step.DEFAULT_NUMEL[options.device]
+    # On GPUs each rank's part is as large as the benchmarks of one rank have it: staging and the like are a
+    # constant a rank, and would count for more in bytes a parameter.
+    parts = options.world if options.device == "cuda" else 1
+    options.numel = options.numel or engine_step.DEFAULT_NUMEL[options.device] * parts
     options.pin = int(options.device == "cuda")
     # What the scripts for one rank ask for beside.
     options.forms, options.fork_at, options.steps = False, "initialize", MEMORY_STEPS
