@@ -2,7 +2,8 @@
 
 Ours, stock DeepSpeed when it is named, and the roof: the loads and stores of the step without arithmetic.
 Each is a process of its own, and they take turns. A time covers one optimizer step: `backward` and `step` are
-sums over its micro-batches, `all` has the forward passes too.
+sums over its micro-batches, `all` has the forward passes too. Of several ranks the slowest counts, and the
+roof is one process a rank.
 
     python benchmarks/engine_step.py [--stock-python PYTHON] [--stock-path FOLDER] [--numel N] [--rounds N]
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import contenders
-from contenders import HERE, Contender, Worker
+from contenders import HERE, Contender, Job
 from report import Spread, draw_bars, hardware, print_json, print_table
 
 DEFAULT_NUMEL = {"cpu": 50_000_000, "cuda": 1_208_000_000}
@@ -77,7 +78,7 @@ def start(
     setting: Setting,
     roof: bool = False,
     offload: Mapping[str, str] | None = None,
-) -> Worker:
+) -> Job:
     """Starts a contender in a setting, with more keys of `offload_optimizer`."""
     words = {
         "--numel": options.numel,
@@ -88,7 +89,7 @@ def start(
         **({"--offload": json.dumps(offload)} if offload else {}),
     }
     arguments = [str(word) for pair in words.items() for word in pair] + ["--roof"] * roof
-    return Worker(contender, "engine_step_worker.py", arguments, options.device)
+    return Job(contender, "engine_step_worker.py", arguments, options.device, options.world)
 
 
 def measure(options: argparse.Namespace, setting: Setting, facts: dict[str, Any]) -> list[Result]:
@@ -100,18 +101,18 @@ def measure(options: argparse.Namespace, setting: Setting, facts: dict[str, Any]
         facts: receives versions and shapes by contender.
     """
     chosen = contenders.choose(options)
-    workers = {contender.name: start(options, contender, setting) for contender in chosen}
+    jobs = {contender.name: start(options, contender, setting) for contender in chosen}
     for name, offload in FORMS.items() if options.forms else ():
-        workers[name] = start(options, chosen[0], setting, offload=offload)
-    workers["roof"] = start(options, chosen[0], setting, roof=True)
-    for name, worker in workers.items():
-        facts[name] = worker.answer()
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+        jobs[name] = start(options, chosen[0], setting, offload=offload)
+    jobs["roof"] = start(options, chosen[0], setting, roof=True)
+    for name, job in jobs.items():
+        facts[name] = job.answer()[0]
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
     for _ in range(options.rounds):
-        for name, worker in workers.items():
-            times[name].append(worker.ask("go"))
-    for worker in workers.values():
-        worker.close()
+        for name, job in jobs.items():
+            times[name].append(_slowest(job.ask("go")))
+    for job in jobs.values():
+        job.close()
     numel = facts["ours"]["numel"]
     return [
         Result(
@@ -119,6 +120,10 @@ def measure(options: argparse.Namespace, setting: Setting, facts: dict[str, Any]
         )
         for name, rounds in times.items()
     ]
+
+
+def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
+    return {part: max(seconds[part] for seconds in ranks) for part in ranks[0]}
 
 
 def _ns_per_param(rounds: list[dict[str, float]], part: str, numel: int) -> Spread:
@@ -161,8 +166,8 @@ def main() -> None:
     facts.pop("roof")
     machine = {**hardware(), "device": facts["ours"]["device"]}
     print(
-        f"{facts['ours']['numel']:,} parameters, bf16, {machine['device']}, {machine['cores']} cores of "
-        f"{machine['cpu']}"
+        f"{facts['ours']['numel']:,} parameters, bf16, {options.world} x {machine['device']}, "
+        f"{machine['cores']} cores of {machine['cpu']}"
     )
     print_table(("setting", "", *(f"{part}, ns/param" for part in PARTS)), rows(results))
     quotients = ratios(results)
@@ -177,6 +182,7 @@ def main() -> None:
             "hardware": machine,
             "versions": {"python": platform.python_version(), **facts},
             "shapes": {"numel": facts["ours"]["numel"], "hidden": options.hidden, "dtype": "bf16"},
+            "world": options.world,
             "rounds": options.rounds,
             "ns_per_param": [
                 {**r.setting._asdict(), "name": r.name, **{part: s._asdict() for part, s in r.times.items()}}

@@ -1,11 +1,13 @@
 """One process of engine_step.py: an engine that steps whenever told to, and times the parts.
 
-With `--roof` instead: the memory traffic of the step without arithmetic, on arrays of the same kind.
+With `--roof` instead: the memory traffic of this rank's part of the step without arithmetic, on arrays of the
+same kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -41,12 +43,13 @@ def engine_cycle(options: argparse.Namespace, engine) -> Callable[[], dict[str, 
 
 
 def roof_cycle(options: argparse.Namespace) -> Callable[[], dict[str, float]]:
-    """Returns a function that moves the bytes of the step and returns the seconds for the whole model."""
+    """Returns a function that moves the bytes of this rank's step and returns the seconds for all of them."""
     from deepspeed.ops.adam.host_threads import host_threads
     from op_builder import CPUAdamBuilder
 
     op = CPUAdamBuilder().load()
-    numel = min(options.numel, ROOF_NUMEL)
+    shard_numel = options.numel // int(os.environ["WORLD_SIZE"])
+    numel = min(shard_numel, ROOF_NUMEL)
     master, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
     grad = torch.zeros(numel, dtype=job.DTYPE if options.gas == 1 else torch.float32)
     out = torch.zeros(numel, dtype=job.DTYPE)
@@ -54,7 +57,7 @@ def roof_cycle(options: argparse.Namespace) -> Callable[[], dict[str, float]]:
     def cycle() -> dict[str, float]:
         start = time.perf_counter()
         op.roof(master, grad, exp_avg, exp_avg_sq, out, host_threads())
-        return {"step": (time.perf_counter() - start) * options.numel / numel}
+        return {"step": (time.perf_counter() - start) * shard_numel / numel}
 
     return cycle
 

@@ -2,7 +2,8 @@
 
 RSS is the process's own. "tree" is the proportional set size of the process and its children, which is what
 the machine loses: what forked data-loader workers make the parent copy shows there and nowhere else. "peak
-above" is how far RSS rose within a phase above the end of that phase, at most.
+above" is how far RSS rose within a phase above the end of that phase, at most. Several ranks are added up; of
+the devices the fullest counts, its growth and, as "device peak", the most that it held in all.
 
     python benchmarks/host_memory.py [--stock-python PYTHON] [--stock-path FOLDER] [--numel N]
 """
@@ -11,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import contenders
-from contenders import HERE, Contender, Worker
+from contenders import HERE, Contender, Job
 from report import Spread, draw_bars, hardware, print_json, print_table
 
 DEFAULT_NUMEL = {"cpu": 50_000_000, "cuda": 1_208_000_000}
 SHOWN_PHASES = ("initialize", "backward 1", "step 1")
+DEVICE = ("device", "device peak")
 # Master 4, moments 8, and the gradient: 2 as it arrives, 4 where micro-batches are added up.
 PROMISE = {False: 14, True: 16}
 
@@ -32,10 +36,12 @@ class Setting(NamedTuple):
     gas: int
     pin: int
     workers: int
+    form: str = "fp32"  # of the masters, ours alone
 
     def __str__(self) -> str:
         pinned = "pinned" if self.pin else "not pinned"
-        return f"accumulation {self.gas}, {pinned}, {self.workers} workers"
+        residual = ", residual" if self.form != "fp32" else ""
+        return f"accumulation {self.gas}, {pinned}, {self.workers} workers{residual}"
 
 
 class Result(NamedTuple):
@@ -89,10 +95,26 @@ def measure(options: argparse.Namespace, contender: Contender, setting: Setting)
         "--steps": options.steps,
     }
     arguments = [str(word) for pair in words.items() for word in pair]
-    worker = Worker(contender, "host_memory_worker.py", arguments, options.device)
-    answer = worker.answer()
-    worker.close()
-    return answer
+    if setting.form != "fp32":
+        arguments += ["--offload", json.dumps({"master_weights": setting.form})]
+    job = Job(contender, "host_memory_worker.py", arguments, options.device, options.world)
+    answers = job.answer()
+    job.close()
+    phases = [_together(marks) for marks in zip(*[answer["phases"] for answer in answers], strict=True)]
+    return {**answers[0], "phases": dict(phases)}
+
+
+def _together(marks: Sequence[dict[str, Any]]) -> tuple[str, dict[str, float]]:
+    """A phase of all ranks: host memory is added up, and the fullest device counts."""
+    host = {key: sum(mark[key] for mark in marks) for key in ("rss", "tree", "peak")}
+    device = {key: max(mark[key] for mark in marks) for key in DEVICE}
+    return marks[0]["phase"], {key: round(value, 2) for key, value in {**host, **device}.items()}
+
+
+def header(steps: int) -> tuple[str, ...]:
+    """Returns the names of the columns."""
+    last = f"step {steps}"
+    return ("setting", "", *SHOWN_PHASES, last, f"{last}, tree", "peak above", *DEVICE)
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
@@ -105,6 +127,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             *(f"{result.last[key]:.1f}" for key in ("rss", "tree")),
             f"{result.peak:.1f}",
             f"{result.last['device']:.1f}",
+            f"{max(phase['device peak'] for phase in result.phases.values()):.2f}",
         )
         for result in results
     ]
@@ -118,14 +141,11 @@ def main() -> None:
     for cell in itertools.product(options.gas, options.pin, options.workers):
         for contender in contenders.choose(options):
             answer = measure(options, contender, Setting(*cell))
-            phases = {phase.pop("phase"): phase for phase in answer.pop("phases")}
-            results.append(Result(Setting(*cell), contender.name, phases))
+            results.append(Result(Setting(*cell), contender.name, answer.pop("phases")))
             facts[contender.name] = answer
     machine = {**hardware(), "device": facts["ours"]["device"]}
     print(f"{facts['ours']['numel']:,} parameters, bf16, {machine['device']}; growth in bytes a parameter")
-    last = f"step {options.steps}"
-    header = ("setting", "", *SHOWN_PHASES, last, f"{last}, tree", "peak above", "device")
-    print_table(header, rows(results))
+    print_table(header(options.steps), rows(results))
     print_json(
         "host_memory",
         {
@@ -133,6 +153,7 @@ def main() -> None:
             "hardware": machine,
             "versions": {"python": platform.python_version(), **facts},
             "shapes": {"numel": facts["ours"]["numel"], "hidden": options.hidden, "dtype": "bf16"},
+            "world": options.world,
             "fork_at": options.fork_at,
             "bytes_per_param": [{**r.setting._asdict(), "name": r.name, "phases": r.phases} for r in results],
         },

@@ -48,8 +48,9 @@ class Account:
         peak_nbytes = _status_nbytes("VmHWM")
         now = {**_settled(self._options), "peak": peak_nbytes}
         baseline = {**self._baseline, "peak": self._baseline["rss"]}
-        growth = {key: round((value - baseline[key]) / self._numel, 2) for key, value in now.items()}
-        self.phases.append({"phase": name, **growth})
+        growth = {key: (value - baseline[key]) / self._numel for key, value in now.items()}
+        device_peak = _device_peak_nbytes(self._options) / self._numel
+        self.phases.append({"phase": name, **growth, "device peak": device_peak})
         _forget_peak()
 
 
@@ -59,6 +60,11 @@ def _settled(options: argparse.Namespace) -> dict[str, int]:
     gc.collect()
     on_device = torch.cuda.memory_allocated() if options.device == "cuda" else 0
     return {"rss": _status_nbytes("VmRSS"), "tree": _family_pss_nbytes(), "device": on_device}
+
+
+def _device_peak_nbytes(options: argparse.Namespace) -> int:
+    """The most that the device held so far, the weights among it."""
+    return torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
 
 
 def _status_nbytes(field: str) -> int:

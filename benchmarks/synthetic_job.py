@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
-    """Returns whole blocks that come closest to the number of parameters asked for."""
+    """Returns whole blocks that come closest to the number of parameters asked for, on this rank's device."""
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     layers = max(1, round(options.numel / options.hidden**2))
     with torch.device(options.device):
@@ -75,10 +78,16 @@ def make_batch(options: argparse.Namespace) -> torch.Tensor:
 
 
 def warm_up(options: argparse.Namespace) -> None:
-    """Runs one small block, so that what torch loads for itself is there before anything is measured."""
+    """Runs one small block, so that what torch loads for itself is there before anything is measured.
+
+    The same for what carries tensors between several ranks.
+    """
     with torch.device(options.device):
         block = ResidualBlock(64)
     loss_of(block(torch.randn(ROWS, 64, device=options.device, dtype=DTYPE))).backward()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        deepspeed.init_distributed()
+        torch.distributed.all_reduce(torch.ones(1, device=options.device))
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class Weights(torch.nn.Module):
 
     def forward(self, grad):
         flat = torch.cat([part.reshape(-1) for part in self.parts])
-        return (flat * grad.to(flat.dtype)).sum()
+        return (flat * grad.to(flat)).sum()
 
 
 class Case(NamedTuple):

@@ -30,6 +30,7 @@ from deepspeed.runtime.engine_setup import (
     zero_settings,
 )
 from deepspeed.runtime.plain_backward import PlainBackward
+from deepspeed.runtime.rank_agreement import check_ranks_agree
 from deepspeed.runtime.reporting import RunReporter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.memory_timeline import MemoryTimeline
@@ -99,6 +100,7 @@ class DeepSpeedEngine(ConfigCalls, AbsentCalls, CheckpointMixin, torch.nn.Module
         self.device = training_device(args)  # first: whatever talks to other ranks does so from there
         self._agreement = Agreement.make(self._comm.rank, self._comm.world)
         inner = choose_optimizer(optimizer, model_parameters, model, config)
+        check_ranks_agree(config, model, inner, self._comm)
         place_model(model, config, self.device, self._comm)
         self.module = model
         loss_scaler = make_loss_scaler(config)

@@ -1,4 +1,4 @@
-"""Runs a function on N gloo ranks, each its own process, with a time limit.
+"""Runs a function on N ranks, each its own process, with a time limit: gloo on the CPU, NCCL on GPUs.
 
 Ranks are forked from a server process that imported torch once and has no threads and no process group, so a
 world of 3 starts in tenths of a second. The parent holds the rendezvous store: no port is picked before it is
@@ -66,6 +66,7 @@ class _Job:
     timeout_s: float
     env: dict[str, str] = field(default_factory=dict)
     process_group: bool = True
+    device: str = "cpu"
 
 
 def run_distributed(
@@ -75,8 +76,9 @@ def run_distributed(
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
     process_group: bool = True,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Call fn(*args) on every rank of a gloo world and return what each rank returned, in rank order.
+    """Call fn(*args) on every rank of a world and return what each rank returned, in rank order.
 
     Args:
         world: Number of ranks.
@@ -87,6 +89,7 @@ def run_distributed(
         env: Extra environment of the ranks.
         process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all
             the same.
+        device: "cpu" for gloo, or "cuda": each rank has the GPU of its number, and NCCL.
 
     Raises:
         AssertionError: A rank failed, died or hung; the message holds the traceback and the log of every such
@@ -95,7 +98,7 @@ def run_distributed(
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         jobs = [
-            _Job(rank, world, store.port, f"{folder}/{rank}.log", timeout_s, env or {}, process_group)
+            _Job(rank, world, store.port, f"{folder}/{rank}.log", timeout_s, env or {}, process_group, device)
             for rank in range(world)
         ]
         ranks = [_start(job, fn, args) for job in jobs]
@@ -172,13 +175,15 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR=job.device,
         **job.env,
     )
     torch.set_num_threads(1)
     try:
+        if job.device == "cuda":
+            torch.cuda.set_device(job.rank)
         if job.process_group:
-            dist.init_process_group("gloo")
+            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
         pipe.send_bytes(pickle.dumps((_State.READY, None, None)))
         faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
         result, error = fn(*args), None

@@ -42,7 +42,7 @@ class Model(torch.nn.Module):
 
     def forward(self, row):
         flat = torch.cat([param.reshape(-1) for param in self.parameters()])
-        return (flat * row.to(flat.dtype)).sum()
+        return (flat * row.to(flat)).sum()
 
 
 def _engine(place, seed=7):
@@ -96,8 +96,8 @@ def test_a_run_that_changes_ranks_and_places_ends_in_the_uninterrupted_runs_bits
     assert_same_bits(after, straight[0][1], "after the journey")
 
 
-def _every_pair(folder):
-    """Save on this world what a world of another size loads; and load what it saved."""
+def save_one(folder):
+    """Save on this world what a world of another size loads."""
     world = torch.distributed.get_world_size()
     engine = _engine("stage 2 offload")
     _train(engine, 2)
@@ -106,7 +106,7 @@ def _every_pair(folder):
     return own
 
 
-def _load_all(folder, worlds):
+def load_all(folder, worlds):
     states = []
     for world in worlds:
         engine = _engine("stage 1", seed=8)
@@ -117,16 +117,16 @@ def _load_all(folder, worlds):
 
 def test_every_number_of_ranks_loads_what_every_other_saved(tmp_path):
     worlds = (1, 2, 3)
-    saved = {world: run_distributed(world, _every_pair, str(tmp_path))[0] for world in worlds}
+    saved = {world: run_distributed(world, save_one, str(tmp_path))[0] for world in worlds}
     for world in worlds:
-        for states in run_distributed(world, _load_all, str(tmp_path), worlds):
+        for states in run_distributed(world, load_all, str(tmp_path), worlds):
             for source, state in zip(worlds, states, strict=True):
                 assert_same_bits(state, saved[source], f"{source} -> {world}")
 
 
 def test_padding_in_the_file_is_where_stock_has_it(tmp_path):
     """Masters without padding, moments with it: the last shards of 64 and 10 elements on 3 ranks."""
-    run_distributed(3, _every_pair, str(tmp_path))
+    run_distributed(3, save_one, str(tmp_path))
     files = sorted((tmp_path / "3" / "global_step2").glob("*optim_states.pt"))
     contents = [read_torch_file(path)["optimizer_state_dict"] for path in files]
     masters = [[m.numel() for m in c["single_partition_of_fp32_groups"]] for c in contents]

@@ -65,7 +65,7 @@ def train(config, bad_steps, steps):
     return facts
 
 
-def _train_each(bad_steps, steps, keys):
+def train_each(bad_steps, steps, keys):
     return [train(case.config(**keys), bad_steps, steps) for case in CASES]
 
 
@@ -79,7 +79,7 @@ def _all_ranks(world, fn, *args):
 
 def test_one_ranks_nonfinite_gradient_skips_the_step_on_every_rank(world):
     bad = {1: math.inf, 3: math.nan, 4: -math.inf}
-    for case, facts in zip(CASES, _all_ranks(world, _train_each, bad, 6, {}), strict=True):
+    for case, facts in zip(CASES, _all_ranks(world, train_each, bad, 6, {}), strict=True):
         assert [step.applied for step in facts] == [True, False, True, False, False, True], case
         assert [step.overflow for step in facts] == [False, True, False, True, True, False], case
         assert [step.skipped for step in facts] == [0, 1, 1, 2, 3, 3], case
@@ -93,7 +93,7 @@ def test_one_ranks_nonfinite_gradient_skips_the_step_on_every_rank(world):
 
 
 def test_a_skipped_step_leaves_no_trace_in_later_ones(world):
-    with_bad = _all_ranks(world, _train_each, {1: math.inf, 2: math.nan}, 5, {})
+    with_bad = _all_ranks(world, train_each, {1: math.inf, 2: math.nan}, 5, {})
     clean = _all_ranks(world, _train_without, {1, 2}, 5)
     for case, facts, reference in zip(CASES, with_bad, clean, strict=True):
         assert facts[-1].weights == reference, f"{case}: bitwise, as the arithmetic is the same"
@@ -136,8 +136,8 @@ def test_the_schedule_advances_only_with_the_optimizer(world):
         "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
     }
     bad = dict.fromkeys((0, 2, 3), math.inf)
-    with_bad = _all_ranks(world, _train_each, bad, 7, {"scheduler": schedule})
-    clean = _all_ranks(world, _train_each, {}, 4, {"scheduler": schedule})
+    with_bad = _all_ranks(world, train_each, bad, 7, {"scheduler": schedule})
+    clean = _all_ranks(world, train_each, {}, 4, {"scheduler": schedule})
     for case, facts, reference in zip(CASES, with_bad, clean, strict=True):
         assert [step.lr for step in facts if step.applied] == [step.lr for step in reference], case
         for before, after in zip(facts, facts[1:], strict=False):

@@ -36,7 +36,7 @@ def _setup(place, *settings, **changes):
     return setup if offload else setup.but(optimizer=TORCH_ADAMW)
 
 
-def _train_each(setups):
+def train_each(setups):
     results = []
     for setup in setups:
         engine = start(ExactModel(), setup)
@@ -48,7 +48,7 @@ def _train_each(setups):
 
 def _run(world, setups):
     """Every setup on a world; all ranks must see the same. Returns one (state, norm) a setup."""
-    per_rank = run_distributed(world, _train_each, setups)
+    per_rank = run_distributed(world, train_each, setups)
     for results in per_rank[1:]:
         for setup, (state, norm), (state_0, norm_0) in zip(setups, results, per_rank[0], strict=True):
             assert_same_bits(state, state_0, setup)

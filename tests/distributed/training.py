@@ -85,7 +85,7 @@ class ExactModel(torch.nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum over all rows. Args: rows: [n, total numel], small integers."""
         flat = torch.cat([param.reshape(-1) for param in self.parameters()])
-        return (flat * rows.to(flat.dtype).sum(0)).sum()
+        return (flat * rows.to(flat).sum(0)).sum()
 
 
 def exact_rows(step: int, numel: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def state_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """Weights, masters and moments of every trainable parameter, whole, by name. Collective."""
+    """Weights, masters and moments of every trainable parameter, whole, by name, on the CPU. Collective."""
     state = {}
     for name, param in engine.module.named_parameters():
         state[f"{name}.param"] = param.detach().clone()
@@ -140,7 +140,7 @@ def state_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
             value = safe_get_full_optimizer_state(param, key)
             if value is not None:
                 state[f"{name}.{key}"] = value
-    return state
+    return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def assert_same_bits(

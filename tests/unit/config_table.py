@@ -6,6 +6,7 @@ but those that define the configuration reads the attribute.
 
 import ast
 import re
+import textwrap
 from enum import Enum
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.runtime.config_notices import WITHOUT_EFFECT
 from deepspeed.runtime.config_refusals import REFUSED_KEYS
 from deepspeed.runtime.config_settings import Settings
 from deepspeed.runtime.config_tree import json_name, section_of
+from deepspeed.runtime.rank_agreement import RANKS_OWN
 from tests.unit import source_tree
 
 PAGE = source_tree.ROOT / "docs/config_keys.md"
@@ -44,6 +46,9 @@ default in the sizes of `zero_optimization` and an error elsewhere.
 - **works**: as in DeepSpeed 0.19.8.
 - **no effect**: any valid value is accepted; there is nothing for it to change. *Told*: in the log, once.
 - **refused**: at `initialize`, on every rank, by its full path, before anything is communicated.
+
+Ranks compare their values at `initialize`; what differs is an error on all of them. These may differ:
+{ranks_own}.
 
 | key | default | |
 |---|---|---|
@@ -98,7 +103,8 @@ def render():
         f"| `{path}` | {defaults.get(path, 'off')} | {text.replace('|', chr(92) + '|')} |\n"
         for path, text in sorted(happens().items())
     ]
-    return HEAD + "".join(rows)
+    ranks_own = textwrap.fill(", ".join(f"`{path}`" for path in sorted(RANKS_OWN)), 110)
+    return HEAD.replace("{ranks_own}", ranks_own) + "".join(rows)
 
 
 def shown(path, info):

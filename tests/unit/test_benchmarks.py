@@ -1,6 +1,7 @@
 """The engine's benchmarks run, small, and print what a program can read. What they measure is not judged."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -37,3 +38,34 @@ def test_engine_step_times_ours_and_the_roof_part_by_part(tmp_path):
     assert parts == {"ours": {"step", "backward", "all"}, "roof": {"step"}}
     assert result["shapes"]["numel"] == pytest.approx(4_000_000, rel=0.1)
     assert all(row["step"]["best"] > 0 for row in result["ns_per_param"])
+
+
+def test_several_ranks_are_measured_together_and_without_a_gpu_the_trace_is_skipped(tmp_path):
+    arguments = ["--world", "2", "--gas", "1", "--rounds", "2", "--warm-up", "1"]
+    result = run("several_gpus.py", tmp_path, *arguments, "--only", "memory", "scaling", "trace")
+    assert [row["form"] for row in result["bytes_per_param"]] == ["fp32", "bf16_residual"]
+    assert all(row["phases"]["step 3"]["tree"] > 12 for row in result["bytes_per_param"])
+    assert {world: set(row) for world, row in result["scaling"].items()} == dict.fromkeys(
+        ("1", "2"), {"ours", "roof"}
+    )
+    assert "trace" not in result
+
+
+def test_a_rank_traces_its_step():
+    """Without a GPU there are no transfers to find; what makes and reads the trace runs all the same."""
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    words = {"--device": "cpu", "--numel": 500_000, "--hidden": 256, "--gas": 2, "--pin": 0, "--warm-up": 1}
+    command = [sys.executable, str(ROOT / "benchmarks" / "several_gpus_worker.py")]
+    command += [str(word) for pair in words.items() for word in pair]
+    options = {"capture_output": True, "text": True, "timeout": 170, "stdin": subprocess.DEVNULL}
+    result = subprocess.run(command, env={**os.environ, **place}, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (answer,) = [line for line in result.stdout.splitlines() if line.startswith("answer ")]
+    found = json.loads(answer.removeprefix("answer "))
+    assert found["host_waits"] == [] and found["transfers"]["upload"]["count"] == 0
