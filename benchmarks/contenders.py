@@ -1,4 +1,4 @@
-"""Whose engine is measured: this package, and stock DeepSpeed when it is named.
+"""Whose engine is measured: this package, and stock DeepSpeed when it is named, also with stock_patch.
 
 Each runs in processes of its own, one a rank.
 """
@@ -25,6 +25,7 @@ class Contender(NamedTuple):
     name: str
     interpreter: str
     python_path: str | None
+    patched: bool = False  # stock with stock_patch
 
 
 class Place(NamedTuple):
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that name stock DeepSpeed, the device and the number of ranks."""
     parser.add_argument("--stock-python", help="interpreter of an environment that has stock DeepSpeed")
     parser.add_argument("--stock-path", help="folder that holds stock's `deepspeed` package, for PYTHONPATH")
+    parser.add_argument("--patch", action="store_true", help="stock with this repository's stock_patch, too")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default=None, help="default: cuda where there is one"
     )
@@ -49,7 +51,12 @@ def choose(options: argparse.Namespace) -> list[Contender]:
     """Returns ours, and stock if the options name it."""
     contenders = [Contender("ours", sys.executable, str(HERE.parent))]
     if options.stock_python or options.stock_path:
-        contenders.append(Contender("stock", options.stock_python or sys.executable, options.stock_path))
+        stock = Contender("stock", options.stock_python or sys.executable, options.stock_path)
+        contenders.append(stock)
+        if options.patch:
+            folders = filter(None, (options.stock_path, str(HERE.parent / "stock_patch")))
+            path = os.pathsep.join(folders)
+            contenders.append(stock._replace(name="stock, patched", python_path=path, patched=True))
     return contenders
 
 
@@ -169,6 +176,8 @@ def _environment(contender: Contender, device: str, place: Place) -> Mapping[str
     environment.pop("PYTHONPATH", None)
     if contender.python_path:
         environment["PYTHONPATH"] = contender.python_path
+    if contender.patched:
+        environment["DEEPSPEED_LEAN"] = "1"
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     return environment

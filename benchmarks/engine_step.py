@@ -1,7 +1,7 @@
 """Whole step and backward of the engine under ZeRO-2, CPU offload, bf16 and clipping.
 
-Ours, stock DeepSpeed when it is named, and the roof: the loads and stores of the step without arithmetic.
-Each is a process of its own, and they take turns. A time covers one optimizer step: `backward` and `step` are
+Ours, stock DeepSpeed when it is named, with `--patch` stock with stock_patch too, and the roof: the loads and
+stores of the step without arithmetic. Each is a process of its own, and they take turns. A time covers one optimizer step: `backward` and `step` are
 sums over its micro-batches, `all` has the forward passes too. Of several ranks the slowest counts, and the
 roof is one process a rank.
 
@@ -152,6 +152,9 @@ def ratios(results: list[Result]) -> dict[str, float]:
             made[f"{part}, {setting}: {name} / ours"] = round(median / ours, 3)
         elif name != "ours":
             made[f"{part}, {setting}: ours / {name}"] = round(ours / median, 3)
+        stock = medians.get((setting, "stock", part))
+        if name == "stock, patched" and stock:
+            made[f"{part}, {setting}: {name} / stock"] = round(median / stock, 3)
     return made
 
 

@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+if os.environ.get("DEEPSPEED_LEAN") == "1":
+    # What stock_patch's .pth file does in an environment where it is installed.
+    from deepspeed_lean import autoload
+
+    autoload.install()
 import deepspeed
 
 DTYPE = torch.bfloat16
