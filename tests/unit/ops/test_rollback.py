@@ -70,7 +70,7 @@ def test_all_steps_back_return_to_the_start(op, param_type, adamw_mode):
         assert moved.mean() > LR
         for step in range(count, 0, -1):
             op.adam_rollback(ID, step, *HYPER, params, grads[step - 1], exp_avg, exp_avg_sq)
-    # A spacing a step where the parameters were largest, and what the moments lost, divided by beta each time.
+    # A spacing a step where the parameters were largest, and what the moments lost, over beta each time.
     bound = count * EPSILON[param_type] * (start.abs().double() + count * LR) + LR * 1e-5
     assert_close(params, start, bound, "params")
     assert not exp_avg.any() and not exp_avg_sq.any(), "before the first step the moments are zero"
