@@ -5,7 +5,6 @@ the same program (`peer_job`): they train three steps, save, and train five more
 other saved, saves it again at once, and trains the same five steps.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -19,12 +18,9 @@ import torch
 
 from deepspeed.runtime.checkpoint.torch_read import read_torch_file
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.compat.conftest import COMPILER, LIMIT_S, STOCK, STOCKS_OPS
 from tests.compat.peer_job import Job
 
-STOCK = os.environ.get("DS_STOCK_PYTHON")
-STOCKS_OPS = Path(STOCK or "").absolute().parent.with_name("ops")
-COMPILER = STOCKS_OPS / "g++"  # without the debug information that stock asks for: half the time
-LIMIT_S = 900  # stock compiles its ops first
 pytestmark = [
     pytest.mark.compat,
     pytest.mark.timeout(LIMIT_S),
@@ -117,19 +113,6 @@ class Exchange:
 
     def path(self, side, name):
         return str(self.folder / side / name)
-
-
-@pytest.fixture(scope="module")
-def stocks_ops():
-    """Stock's compiled ops, held by one run at a time: a lock that lies there is a killed build's."""
-    STOCKS_OPS.mkdir(exist_ok=True)
-    with open(STOCKS_OPS / "in_use", "w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        for lock in STOCKS_OPS.glob("*/lock"):
-            lock.unlink()  # torch would wait for it for ever
-        COMPILER.write_text('#!/bin/sh\nexec g++ "$@" -g0\n')
-        COMPILER.chmod(0o755)
-        yield
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
