@@ -24,6 +24,7 @@ class CPUAdamBuilder(OpBuilder):
         "adam/kernels_avx512.cpp",
         "adam/kernels_neon.cpp",
         "adam/kernels_scalar.cpp",
+        "adam/rollback.cpp",
     )
 
     def cxx_args(self) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 STOCK = os.environ.get("DS_STOCK_PYTHON")
 OPS = Path(STOCK or "").absolute().parent.with_name("ops")
 COMPILER = OPS / "g++"  # without the debug information that stock asks for: half the time
+LIMIT_S = 900  # for a test: stock compiles its ops first
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@
 
 #include "adam_queue.h"
 #include "dispatch.h"
+#include "rollback.h"
 
 namespace {
 
@@ -305,17 +306,35 @@ int destroy_adam(int optimizer_id) {
     return 0;
 }
 
+// The step of a call through stock's interface, with the arrays under its names.
+Step stock_step(int optimizer_id, Hyper hyper, const at::Tensor& params, const at::Tensor& grads,
+                const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {
+    hyper.adamw_mode = modes().get(optimizer_id);
+    Step s{adam_args(hyper), params.numel()};
+    s.args.master = stream("params", params, s.numel);
+    s.args.grad = stream("grads", grads, s.numel);
+    s.args.exp_avg = stream("exp_avg", exp_avg, s.numel);
+    s.args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, s.numel);
+    return s;
+}
+
 int adam_update(int optimizer_id, int64_t step, double lr, double beta1, double beta2, double epsilon,
                 double weight_decay, bool bias_correction, const at::Tensor& params, const at::Tensor& grads,
                 const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {
-    const bool adamw_mode = modes().get(optimizer_id);
-    auto args = adam_args({step, lr, beta1, beta2, epsilon, weight_decay, adamw_mode, bias_correction, 1.0});
-    const int64_t numel = params.numel();
-    args.master = stream("params", params, numel);
-    args.grad = stream("grads", grads, numel);
-    args.exp_avg = stream("exp_avg", exp_avg, numel);
-    args.exp_avg_sq = stream("exp_avg_sq", exp_avg_sq, numel);
-    host_ops::run_adam(kernels(), args, numel, 0);
+    const Hyper hyper{step, lr, beta1, beta2, epsilon, weight_decay, false, bias_correction, 1.0};
+    const Step s = stock_step(optimizer_id, hyper, params, grads, exp_avg, exp_avg_sq);
+    host_ops::run_adam(kernels(), s.args, s.numel, 0);
+    return 0;
+}
+
+int adam_rollback(int optimizer_id, int64_t step, double lr, double beta1, double beta2, double epsilon,
+                  double weight_decay, bool bias_correction, const at::Tensor& params,
+                  const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {
+    const Hyper hyper{step, lr, beta1, beta2, epsilon, weight_decay, false, bias_correction, 1.0};
+    const Step s = stock_step(optimizer_id, hyper, params, grads, exp_avg, exp_avg_sq);
+    TORCH_CHECK_VALUE(s.args.decay != 0.0f, "weight_decay: expected lr * weight_decay other than 1, got ",
+                      weight_decay, " with lr ", lr, ". Such a step cannot be taken back.");
+    host_ops::run_rollback(s.args, step == 1, s.numel);
     return 0;
 }
 
@@ -373,6 +392,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           arg("optimizer_id"), arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"),
           arg("adamw_mode"), arg("should_log"));
     m.def("adam_update", adam_update, NoGil(), "Stock's entry: one step in place.", arg("optimizer_id"),
+          arg("step"), arg("lr"), arg("beta1"), arg("beta2"), arg("epsilon"), arg("weight_decay"),
+          arg("bias_correction"), arg("params"), arg("grads"), arg("exp_avg"), arg("exp_avg_sq"));
+    m.def("adam_rollback", adam_rollback, NoGil(), "Stock's entry: takes one step back.", arg("optimizer_id"),
           arg("step"), arg("lr"), arg("beta1"), arg("beta2"), arg("epsilon"), arg("weight_decay"),
           arg("bias_correction"), arg("params"), arg("grads"), arg("exp_avg"), arg("exp_avg_sq"));
     m.def("destroy_adam", destroy_adam, NoGil(), "Stock's entry: forgets an id.", arg("optimizer_id"));

@@ -65,6 +65,13 @@ inline void prefetch(const Stream& s, int64_t i) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + (i + kPrefetchNumel) * element_nbytes));
 }
 
+// What a step adds to the decayed parameters, of its new moments.
+template <class V>
+inline typename V::F adam_change(const AdamArgs& a, typename V::F m, typename V::F v) {
+    const typename V::F denom = V::add(V::div(V::sqrt(v), V::set1(a.bias_correction2_sqrt)), V::set1(a.eps));
+    return V::div(V::mul(m, V::set1(a.neg_step_size)), denom);
+}
+
 // Operations are ordered, and fused or not, as in torch.optim.Adam and AdamW without `fused`.
 template <class V>
 inline void adam_lanes(const AdamArgs& a, int64_t i) {
@@ -82,8 +89,7 @@ inline void adam_lanes(const AdamArgs& a, int64_t i) {
     m = a.one_minus_beta1 < 0.5f ? V::fma(delta, V::set1(a.one_minus_beta1), m)
                                  : V::fma(delta, V::set1(a.one_minus_beta1 - 1.0f), g);
     v = V::fma(V::mul(g, V::set1(a.one_minus_beta2)), g, V::mul(v, V::set1(a.beta2)));
-    const F denom = V::add(V::div(V::sqrt(v), V::set1(a.bias_correction2_sqrt)), V::set1(a.eps));
-    p = V::add(p, V::div(V::mul(m, V::set1(a.neg_step_size)), denom));
+    p = V::add(p, adam_change<V>(a, m, v));
     store<V>(a.exp_avg, i, m);
     store<V>(a.exp_avg_sq, i, v);
     store<V>(a.master, i, p);

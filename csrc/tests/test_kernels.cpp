@@ -12,6 +12,7 @@
 
 #include "../adam/adam_queue.h"
 #include "../adam/dispatch.h"
+#include "../adam/rollback.h"
 
 namespace {
 
@@ -241,6 +242,23 @@ void check_forms(const KernelTable& scalar, const KernelTable& kernels, int thre
     }
 }
 
+// Bounds and threads alone: what it computes is tested from Python.
+void run_rollback() {
+    for (const int64_t numel : kSizes) {
+        for (const Dtype dtype : kDtypes) {
+            Array arrays[] = {
+                {numel, dtype, 1, 1}, {numel, dtype, 0, 2}, {numel, dtype, 3, 3}, {numel, dtype, 2, 4}};
+            host_ops::AdamArgs args = adam_constants();
+            args.master = arrays[0].stream();
+            args.grad = arrays[1].stream();
+            args.exp_avg = arrays[2].stream();
+            args.exp_avg_sq = arrays[3].stream();
+            args.grad_scale = args.decay = 1.0f;
+            host_ops::run_rollback(args, false, numel);
+        }
+    }
+}
+
 void check_level(const KernelTable& scalar, const KernelTable& kernels, int threads) {
     for (const int64_t numel : kSizes) {
         for (int types = 0; types < 81; ++types) {
@@ -269,6 +287,7 @@ void check_level(const KernelTable& scalar, const KernelTable& kernels, int thre
 int main(int argc, char** argv) {
     const int threads = argc > 1 ? std::atoi(argv[1]) : 3;
     const KernelTable* scalar = host_ops::select_kernels("scalar");
+    run_rollback();
     for (const char* level : {"scalar", "avx2", "avx512", "neon"}) {
         const KernelTable* kernels = host_ops::select_kernels(level);
         if (kernels != nullptr) {

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from . import SWITCHES, pinning
 from .gradients import Fp32Accumulation, NoTemporary
 from .host_state import HostState3, HostState12
+from .op_beside_stocks import OpBesideStocks
 from .op_builder import CPUAdamBuilder
 from .shapes import Shape, mismatch
 from .tiled_step import DeferredUnscale, TiledUpload
@@ -162,8 +163,10 @@ def _replace_op(replaced: _Replaced) -> None:
     if not _fits("adam_op", stocks, _BUILDER_SHAPES):
         return
 
+    load_stocks = stocks.load
+
     def load(self: Any, verbose: bool = True) -> Any:
-        return CPUAdamBuilder().load()
+        return OpBesideStocks(CPUAdamBuilder().load(), partial(load_stocks, self, verbose))
 
     replaced.set(stocks, "load", load)
     replaced.names.append("adam_op")

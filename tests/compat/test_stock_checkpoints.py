@@ -19,9 +19,8 @@ import torch
 from deepspeed.runtime.checkpoint.torch_read import read_torch_file
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.compat.peer_job import Job
-from tests.stock_python import COMPILER, OPS, STOCK, held_ops
+from tests.stock_python import COMPILER, LIMIT_S, OPS, STOCK
 
-LIMIT_S = 900  # stock compiles its ops first
 pytestmark = [
     pytest.mark.compat,
     pytest.mark.timeout(LIMIT_S),
@@ -114,12 +113,6 @@ class Exchange:
 
     def path(self, side, name):
         return str(self.folder / side / name)
-
-
-@pytest.fixture(scope="module")
-def stocks_ops():
-    with held_ops():
-        yield
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[3] / "csrc"
-SOURCES = [CSRC / "adam" / name for name in ("adam_queue.cpp", "dispatch.cpp")]
+SOURCES = [CSRC / "adam" / name for name in ("adam_queue.cpp", "dispatch.cpp", "rollback.cpp")]
 SOURCES += sorted((CSRC / "adam").glob("kernels_*.cpp"))
 SOURCES.append(CSRC / "tests" / "test_kernels.cpp")
 FLAGS = ("-std=c++17", "-O1", "-g", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
