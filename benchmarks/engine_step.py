@@ -1,9 +1,9 @@
 """Whole step and backward of the engine under ZeRO-2, CPU offload, bf16 and clipping.
 
 Ours, stock DeepSpeed when it is named, with `--patch` stock with stock_patch too, and the roof: the loads and
-stores of the step without arithmetic. Each is a process of its own, and they take turns. A time covers one optimizer step: `backward` and `step` are
-sums over its micro-batches, `all` has the forward passes too. Of several ranks the slowest counts, and the
-roof is one process a rank.
+stores of the step without arithmetic. Each is a process of its own, and they take turns. A time covers one
+optimizer step: `backward` and `step` are sums over its micro-batches, `all` has the forward passes too. Of
+several ranks the slowest counts, and the roof is one process a rank.
 
     python benchmarks/engine_step.py [--stock-python PYTHON] [--stock-path FOLDER] [--numel N] [--rounds N]
 """
