@@ -83,10 +83,21 @@ class Stage12(ZeroOptimizer):
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("offload_optimizer_config")
         self.lean = Lean(pin=config is not None and config.pin_memory)
-        only_ring = self.downloads_through_ring and self.uploads_through_ring and adam_is_stocks(optimizer)
-        if config is not None and only_ring and not kwargs.get("zenflow_config"):
+        if config is not None and self._all_through_ring(optimizer, kwargs):
             kwargs["offload_optimizer_config"] = config.model_copy(update={"pin_memory": False})
         super().__init__(optimizer, *args, **kwargs)
+
+    def _all_through_ring(self, optimizer: Any, settings: dict[str, Any]) -> bool:
+        """Whether stock copies nothing to or from masters and gradients, by its constructor's settings."""
+        dtype = optimizer.param_groups[0]["params"][0].dtype
+        stocks_ways = (
+            settings.get("zenflow_config"),
+            settings.get("fp16_master_weights_and_gradients"),
+            settings.get("bf16_master_weights_and_gradients"),
+            settings.get("gradient_accumulation_dtype", dtype) == torch.float32 != dtype,
+        )
+        replaced = self.downloads_through_ring and self.uploads_through_ring and adam_is_stocks(optimizer)
+        return replaced and not any(stocks_ways)
 
     @property
     def on_host(self) -> bool:

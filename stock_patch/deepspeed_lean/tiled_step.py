@@ -39,6 +39,8 @@ class WeightUpload:
     def __init__(self, partition: torch.Tensor, ring: StagingRing | None) -> None:
         self._partition = partition
         self._ring = ring
+        slot_numel = ring.slot_nbytes // partition.element_size() if ring is not None else TILE_NUMEL
+        self.tile_numel = min(TILE_NUMEL, slot_numel)
         self._stream = side_stream(partition.device) if ring is not None else None
 
     def open(self, start: int, end: int) -> tuple[StagingSlot | None, torch.Tensor]:
@@ -93,8 +95,9 @@ class TiledOp:
         """
         numbers, flats = arguments[:7], arguments[7:]
         pending: deque[_Tile] = deque()
-        for start in range(0, flats[0].numel(), TILE_NUMEL):
-            end = min(start + TILE_NUMEL, flats[0].numel())
+        tile_numel = self._upload.tile_numel if self._upload is not None else TILE_NUMEL
+        for start in range(0, flats[0].numel(), tile_numel):
+            end = min(start + tile_numel, flats[0].numel())
             slot, out = self._upload.open(start, end) if self._upload is not None else (None, None)
             parts = [flat[start:end] for flat in flats]
             if self._queue is not None:

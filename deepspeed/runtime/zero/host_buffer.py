@@ -236,8 +236,11 @@ def _forget_cuda_error() -> None:
 
 
 def _unregister(address: int, owner_pid: int) -> None:
-    """Unlock a page-locked mapping, in the process that locked it."""
+    """Unlock a page-locked mapping, in the process that locked it, when no transfer uses it any more."""
     if os.getpid() == owner_pid:
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
