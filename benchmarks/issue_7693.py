@@ -1,14 +1,15 @@
 """DeepSpeed issue 7693, reproduced: where 16 bytes of host memory a parameter become 28 and more.
 
-One training job (residual linear blocks, ZeRO-2, optimizer on the host, bf16, AdamW, clipping) in every case of:
-data-loader workers (none, or two forked early, between or late: after initialize, after the first backward, after the
-first step), gradient accumulation (1, 2), and pin_memory. Each contender is a Python with some `deepspeed`, and runs
-each case in a process of its own:
+One training job (residual linear blocks, ZeRO-2, optimizer on the host, bf16, AdamW, clipping) in every case
+of data-loader workers (none, or two that are forked early, between or late: after initialize, after the first
+backward, after the first step), gradient accumulation (1, 2) and pin_memory (pageable, pinned). A contender is
+a Python with some `deepspeed`, and runs each case in a process of its own:
 
     python benchmarks/issue_7693.py --contenders stock=PYTHON patch=PYTHON:stock_patch lean=PYTHON:.
 
-Prints tables and one line of JSON, and writes them and a picture. RSS is the process's own, "tree" the proportional
-set size of the process and its children, both as growth since the model stood on its device, in bytes a parameter.
+Prints tables and one line of JSON, and writes them and a picture. RSS is the process's own, "tree" the
+proportional set size of the process and its children; both are growth since the model stood on its device, in
+bytes a parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import fnmatch
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -105,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
         "--png",
         type=Path,
         default=HERE / "issue_7693.png",
-        help="picture; .md and .json are written beside it",
+        help="picture; .md and .json go beside it",
     )
     options = parser.parse_args()
     options.device = choose_device(options)
@@ -168,6 +168,21 @@ def _cell(phase: dict[str, float]) -> str:
     return f"{tree:.1f}" if abs(tree - rss) < 0.1 else f"{tree:.1f} ({rss:.1f})"
 
 
+def heading(whole: dict[str, Any]) -> str:
+    """Returns what was measured on what, from `report`."""
+    machine = whole["hardware"]
+    versions = [
+        f"{name}: deepspeed {facts['deepspeed']}, torch {facts['torch']}"
+        + (f", with {', '.join(facts['patches'])}" if facts["patches"] else "")
+        for name, facts in whole["versions"].items()
+    ]
+    return (
+        f"{whole['date']}. {machine['device']}, {machine['cores']} cores of {machine['cpu']}, "
+        f"{machine['memory_gib']} GiB; {'; '.join(versions)}. {whole['shapes']['numel']:,} parameters. "
+        "Growth in bytes a parameter; the fastest step in ns a parameter."
+    )
+
+
 def report(options: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
     """Returns what a program can read."""
     facts = {
@@ -176,7 +191,7 @@ def report(options: argparse.Namespace, results: list[Result]) -> dict[str, Any]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": {**hardware(), "device": results[0].answer["device"]},
-        "versions": {"python": platform.python_version(), **facts},
+        "versions": facts,
         "shapes": {"numel": results[0].answer["numel"], "hidden": options.hidden, "dtype": "bf16"},
         "results": [
             {**r.case._asdict(), "name": r.name, "ns_per_param": r.ns_per_param, **r.answer} for r in results
@@ -191,15 +206,11 @@ def main() -> None:
     os.environ.pop("DEEPSPEED_LEAN", None)
     results = [measure(options, one, case) for case in options.cases for one in options.contenders]
     whole = report(options, results)
-    machine = whole["hardware"]
-    text = "\n".join(
+    text = "\n\n".join(
         [
-            f"{whole['date']}; {whole['shapes']['numel']:,} parameters, {machine['device']}, {machine['cores']} "
-            f"cores of {machine['cpu']}, {machine['memory_gib']} GiB; "
-            + "; ".join(f"{name}: deepspeed {of['deepspeed']}" for name, of in _versions(results).items())
-            + ". Growth in bytes a parameter; step in ns a parameter, the fastest.\n",
+            heading(whole),
             summary(results),
-            "\nThe tree after each phase, and RSS in brackets where it is another:\n",
+            "The tree after each phase, and RSS in brackets where it is another:",
             by_phase(results),
         ]
     )

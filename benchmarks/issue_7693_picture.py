@@ -35,7 +35,7 @@ Points = list[tuple[float, float]]
 
 
 def places(phases: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns where on the axis each phase of a run ended, evenly between neighbours for those without a place."""
+    """Returns where on the axis each phase of a run ended, evenly spaced for those without a place."""
     known = [(i, float(PHASES.index(p["phase"]))) for i, p in enumerate(phases) if p["phase"] in PHASES]
     found: list[float] = []
     for (i, here), (j, there) in zip(known, known[1:], strict=False):

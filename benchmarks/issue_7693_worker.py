@@ -1,7 +1,7 @@
 """One run of issue_7693.py: a job whose memory is watched from outside, and noted phase by phase.
 
-Runs under any interpreter that has torch and a `deepspeed`. Prints one line, `answer` and JSON. Phases inside the
-step are seen where `deepspeed` has the two methods that the issue names, and calls them.
+Runs under any interpreter that has torch and a `deepspeed`. Prints one line, `answer` and JSON. Phases inside
+the step are seen where `deepspeed` has the two methods that the issue names, and calls them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import synthetic_job as job
 import torch
 from host_memory_worker import Account, fork_workers
-from memory_timeline import Points, Timeline
+from memory_timeline import Points, Timeline, corners
 
 import deepspeed
 
@@ -46,12 +46,14 @@ class DatedAccount(Account):
         super().mark(name)
         self.phases[-1].update(ended=ended, noted=time.monotonic())
 
-    def growth(self, timeline: dict[str, Points]) -> dict[str, list[tuple[float, float]]]:
+    def growth(self, timeline: dict[str, Points]) -> dict[str, Points]:
         """Returns the timeline in bytes a parameter above the baseline."""
+
+        def above(nbytes: float, key: str) -> float:
+            return round((nbytes - self.baseline[key]) / self._numel, 2)
+
         return {
-            key: [
-                (round(t, 3), round((nbytes - self.baseline[key]) / self._numel, 2)) for t, nbytes in points
-            ]
+            key: corners([(t, above(nbytes, key)) for t, nbytes in points])
             for key, points in timeline.items()
         }
 
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--fork", choices=["none", "early", "between", "late"], required=True)
     options = parser.parse_args()
     options.workers = 0 if options.fork == "none" else WORKERS
-    os.environ.update({key: value for key, value in ALONE.items() if key not in os.environ})
+    os.environ.update({**ALONE, **os.environ})
     model = job.make_model(options)
     facts = {**job.facts(options, model), "patches": patches()}
     get_ready(options)

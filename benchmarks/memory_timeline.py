@@ -1,7 +1,7 @@
-"""A process's memory over time, read from outside: a kernel of the process that holds the GIL cannot stop it.
+"""A process's memory over time, read from outside: a native call that holds the process's GIL cannot stop it.
 
-RSS is read every 5 ms. The tree's proportional set size is read less often: the system walks all page tables for
-it, which takes up to some hundred ms in a large process. So it is read, at most, a fifth of the time.
+RSS is read every 5 ms. The tree's proportional set size is read less often: the system walks all page tables
+for it, which takes long in a large process. So that takes a fifth of the time of one core at most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proc_memory import family_pss_nbytes, status_nbytes
 INTERVAL_S = 0.005
 PSS_SHARE = 0.2  # of the time, at most
 
-Points = list[tuple[float, int]]  # seconds of the monotonic clock, bytes
+Points = list[tuple[float, float]]  # seconds of the monotonic clock, and bytes or bytes a parameter
 
 
 class Timeline:
@@ -40,9 +40,8 @@ class Timeline:
         self._watcher.stdout.readline()  # it watches
 
     def stop(self) -> dict[str, Points]:
-        """Returns points of `rss` and `tree`, of which those go that lie in the middle of a level stretch."""
-        output = self._say("stop")
-        return {key: _corners(points) for key, points in json.loads(output).items()}
+        """Returns points of `rss` and `tree`."""
+        return json.loads(self._say("stop"))
 
     def close(self) -> None:
         """Ends the child."""
@@ -57,7 +56,8 @@ class Timeline:
         return self._watcher.stdout.readline()
 
 
-def _corners(points: Points) -> Points:
+def corners(points: Points) -> Points:
+    """Returns the points without those in the middle of a level stretch."""
     inner = zip(points, points[1:], points[2:], strict=False)
     kept = [here for before, here, after in inner if not before[1] == here[1] == after[1]]
     return points[:1] + kept + points[-1:] if len(points) > 1 else points
