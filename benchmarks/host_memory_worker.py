@@ -14,6 +14,7 @@ from pathlib import Path
 
 import synthetic_job as job
 import torch
+from proc_memory import family_pss_nbytes, status_nbytes
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -40,14 +41,14 @@ class Account:
         self.phases: list[dict[str, float | str]] = []
         self._numel = numel
         self._options = options
-        self._baseline = _settled(options)
+        self.baseline = _settled(options)
         _forget_peak()
 
     def mark(self, name: str) -> None:
         """Notes a phase that has ended; its peak counts from the phase before."""
-        peak_nbytes = _status_nbytes("VmHWM")
+        peak_nbytes = status_nbytes("self", "VmHWM")
         now = {**_settled(self._options), "peak": peak_nbytes}
-        baseline = {**self._baseline, "peak": self._baseline["rss"]}
+        baseline = {**self.baseline, "peak": self.baseline["rss"]}
         growth = {key: (value - baseline[key]) / self._numel for key, value in now.items()}
         device_peak = _device_peak_nbytes(self._options) / self._numel
         self.phases.append({"phase": name, **growth, "device peak": device_peak})
@@ -59,7 +60,11 @@ def _settled(options: argparse.Namespace) -> dict[str, int]:
     job.synchronize(options)
     gc.collect()
     on_device = torch.cuda.memory_allocated() if options.device == "cuda" else 0
-    return {"rss": _status_nbytes("VmRSS"), "tree": _family_pss_nbytes(), "device": on_device}
+    return {
+        "rss": status_nbytes("self", "VmRSS"),
+        "tree": family_pss_nbytes(os.getpid()),
+        "device": on_device,
+    }
 
 
 def _device_peak_nbytes(options: argparse.Namespace) -> int:
@@ -67,32 +72,9 @@ def _device_peak_nbytes(options: argparse.Namespace) -> int:
     return torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
 
 
-def _status_nbytes(field: str) -> int:
-    return _kilobytes(Path("/proc/self/status"), field) * 1024
-
-
 def _forget_peak() -> None:
     """Lets VmHWM start again from the present RSS."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _family_pss_nbytes() -> int:
-    """Proportional set size of this process and all its descendants: what the machine would get back."""
-    todo, total = [os.getpid()], 0
-    while todo:
-        pid = todo.pop()
-        total += _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") * 1024
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            todo += map(int, (task / "children").read_text().split())
-    return total
-
-
-def _kilobytes(path: Path, field: str) -> int:
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == field:
-            return int(value.split()[0])
-    raise RuntimeError(f"{path}: expected a line {field}, got none. This benchmark needs Linux.")
 
 
 def train(options: argparse.Namespace, account: Account, engine) -> None:

@@ -38,7 +38,12 @@ def hardware() -> dict[str, Any]:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a Markdown table.
+    """Prints a Markdown table; see `table`."""
+    print(table(header, rows))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table.
 
     Args:
         header: names of the columns; the first is aligned left, the others right.
@@ -53,7 +58,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         return "| " + " | ".join(cells) + " |"
 
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    print("\n".join([text(lines[0]), text(rule), *map(text, lines[1:])]))
+    return "\n".join([text(lines[0]), text(rule), *map(text, lines[1:])])
 
 
 def print_json(benchmark: str, result: Mapping[str, Any]) -> None:

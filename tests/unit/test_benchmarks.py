@@ -69,3 +69,21 @@ def test_a_rank_traces_its_step():
     (answer,) = [line for line in result.stdout.splitlines() if line.startswith("answer ")]
     found = json.loads(answer.removeprefix("answer "))
     assert found["host_waits"] == [] and found["transfers"]["upload"]["count"] == 0
+
+
+def test_issue_7693_shows_phases_a_timeline_and_what_a_fork_costs(tmp_path):
+    result = run("issue_7693.py", tmp_path, "--cases", "early-2-pageable")
+    (row,) = result["results"]
+    phases = [phase["phase"] for phase in row["phases"]]
+    steps = [f"{phase} {step}" for step in (1, 2) for phase in ("first backward", "backward", "step")]
+    assert phases == ["start", "initialize", "workers", *steps, "last step", "workers ended", "destroy"]
+    # With the engine go the masters and moments at least.
+    trees = {phase["phase"]: phase["tree"] for phase in row["phases"]}
+    assert trees["workers ended"] > 14 and trees["destroy"] < trees["workers ended"] - 12
+    timeline = json.loads((tmp_path / "chart.json").read_text())["results"][0]["timeline"]
+    first, last = row["phases"][0]["ended"], row["phases"][-1]["noted"]
+    for points in timeline.values():
+        times = [at for at, _ in points]
+        assert first - 1 < times[0] and times == sorted(times) and times[-1] < last
+        assert max(growth for _, growth in points) > 14
+    assert "| early-2-pageable | lean |" in (tmp_path / "chart.md").read_text()
