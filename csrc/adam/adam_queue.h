@@ -1,6 +1,8 @@
 // Adam steps one after the other, on threads of their own.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <list>
@@ -29,6 +31,9 @@ class AdamQueue {
     // Until the run has been computed.
     void wait(int64_t ticket);
 
+    // A forked child has the object and not its threads: there nobody may use it, or wait for its end.
+    bool has_threads() const { return getpid() == owner_; }
+
  private:
     struct Run {
         int64_t ticket;
@@ -42,6 +47,7 @@ class AdamQueue {
     Run* next_run();  // the first with elements that nobody has taken
 
     const KernelTable& kernels_;
+    const pid_t owner_ = getpid();
     std::mutex mutex_;  // for everything below
     std::condition_variable submitted_;
     std::condition_variable computed_;
@@ -49,6 +55,15 @@ class AdamQueue {
     int64_t tickets_ = 0;
     bool closing_ = false;
     std::vector<std::thread> threads_;
+};
+
+// Ends a queue where its threads are; a forked child leaves it, to be gone with the child.
+struct EndWithThreads {
+    void operator()(AdamQueue* queue) const {
+        if (queue->has_threads()) {
+            delete queue;
+        }
+    }
 };
 
 }  // namespace host_ops

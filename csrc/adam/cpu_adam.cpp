@@ -206,6 +206,8 @@ int64_t submit(host_ops::AdamQueue& queue, const at::Tensor& master, const at::T
                int64_t first) {
     const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, grad_scale};
     const SmallForms forms{ties, exp_avg_scale, exp_avg_sq_scale, noise_key, first};
+    TORCH_CHECK(queue.has_threads(),
+                "AdamQueue: expected the process that made it, got a forked child of it. Make another.");
     const Step s = make_step(master, grad, exp_avg, exp_avg_sq, out, hyper, forms);
     return queue.submit(s.args, s.numel);
 }
@@ -372,8 +374,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           arg("signed"), arg("out"));
     m.def("encode_moment", encode_moment, NoGil(), "fp32 to bytes and scales.", arg("values"), arg("signed"),
           arg("codes"), arg("scale"));
-    py::class_<host_ops::AdamQueue>(m, "AdamQueue", "Steps in order on threads of their own.")
-        .def(py::init([](int threads) { return std::make_unique<host_ops::AdamQueue>(kernels(), threads); }),
+    using QueueHolder = std::unique_ptr<host_ops::AdamQueue, host_ops::EndWithThreads>;
+    py::class_<host_ops::AdamQueue, QueueHolder>(m, "AdamQueue", "Steps in order on threads of their own.")
+        .def(py::init([](int threads) { return QueueHolder(new host_ops::AdamQueue(kernels(), threads)); }),
              arg("num_threads"))
         .def("submit", submit, NoGil(), "Queue one step, its output left in the cache; returns its ticket.",
              arg("master"), arg("grad"), arg("exp_avg"), arg("exp_avg_sq"), arg("out"), arg("step"),

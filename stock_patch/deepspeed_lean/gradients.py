@@ -39,6 +39,7 @@ class Fp32Accumulation(Stage12):
         "get_param_gradient_attribute": Shape(("self", "param")),
         "clear_grad_attribute": Shape(("self", "param")),
         "get_grad_position": Shape(None, ("grad_position",)),
+        "setup_buckets": Shape(None, ("micro_step_id",)),
         "_is_muon_group": Shape(("self", "tensor_list")),
         "independent_gradient_partition_epilogue": Shape(("self",), ("reduce_ipg_grads",)),
         "complete_grad_norm_calculation_for_cpu_offload": Shape(
@@ -55,6 +56,7 @@ class Fp32Accumulation(Stage12):
         # Sum of squares of each parameter's slice, as its last part left it.
         self._squares: dict[int, float] = {}
         self._in_window: set[int] = set()  # parameters that have a gradient since the last step
+        self._to_add_to: set[int] = set()  # those of them to which the next micro-batch is added
         self._nonzero: set[int] = set()  # parameters whose slices hold one, of this window or before
         super().__init__(*args, **kwargs)
         self._adds_in_fp32 = self._may_add_in_fp32()
@@ -66,6 +68,7 @@ class Fp32Accumulation(Stage12):
         groups = range(len(self.params_in_partition))
         return (
             self.on_host
+            and self.lean.op is not None
             and not self.low_precision_master_weights_and_grads
             and not any(self._use_compact_grad_partition_buffer(group) for group in groups)
             and not any(self._is_muon_group(params) for params in self.params_in_partition if params)
@@ -80,7 +83,12 @@ class Fp32Accumulation(Stage12):
         group, source, start, numel = self.grad_position[param_id]
         target = self.single_partition_of_fp32_groups[group].grad.view(-1)[start : start + numel]
         part = self.get_param_gradient_attribute(param).detach().view(-1)[source : source + numel]
-        sink = partial(self._store, param_id, target, param_id in self._in_window)
+        # Stock's rule. The only backward of a window is kept for no other: a second one, of a job that leaves
+        # out a step, takes its place.
+        accumulates = self.micro_step_id > 0 or not self.is_gradient_accumulation_boundary()
+        sink = partial(self._store, param_id, target, accumulates and param_id in self._to_add_to)
+        if accumulates:
+            self._to_add_to.add(param_id)
         self._in_window.add(param_id)
         if self.has_device:
             # A copy of its own: the bucket that it lies in is used again before it has left.
@@ -91,7 +99,7 @@ class Fp32Accumulation(Stage12):
 
     def _store(self, param_id: int, target: torch.Tensor, add: bool, first: int, part: torch.Tensor) -> None:
         """Store or add a run of a slice, and keep the slice's sum of squares."""
-        squares = self.lean.op().accumulate(target[first : first + part.numel()], part, add, host_threads())
+        squares = self.lean.op.accumulate(target[first : first + part.numel()], part, add, host_threads())
         self._squares[param_id] = squares + (self._squares[param_id] if first else 0.0)
 
     def _download(self) -> Downloader:
@@ -100,20 +108,16 @@ class Fp32Accumulation(Stage12):
             weakref.finalize(self, self._downloader.close)
         return self._downloader
 
-    def _wait_for_downloads(self) -> None:
-        if self._downloader is not None:
-            self._downloader.wait()
-
     def independent_gradient_partition_epilogue(self) -> None:
-        """As stock's; at the end of a window the gradients are complete for whoever looks at them."""
+        """As stock's; at the end of a window gradients, norms and overflow are there for whoever looks."""
         super().independent_gradient_partition_epilogue()
-        if self.is_gradient_accumulation_boundary():
-            self._wait_for_downloads()
+        if self._adds_in_fp32 and self.is_gradient_accumulation_boundary():
+            self._take_norms()
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Nothing is left to do: sums lie in the fp32 gradient already."""
         if self._adds_in_fp32:
-            self._wait_for_downloads()
+            self._take_norms()
             return
         super()._finalize_cpu_offload_gradient_accumulation()
 
@@ -124,15 +128,20 @@ class Fp32Accumulation(Stage12):
         try:
             return super().step(closure)
         finally:
-            self._in_window = set()
+            self._in_window, self._to_add_to = set(), set()
 
     def _close_window(self) -> None:
-        """Hand stock the norms of the window, and clear what it did not write."""
-        self._wait_for_downloads()
+        """Complete the window, and clear what it did not write."""
+        self._take_norms()
         for param_id in self._nonzero - self._in_window:
             group, _, start, numel = self.grad_position[param_id]
             self.single_partition_of_fp32_groups[group].grad.view(-1)[start : start + numel].zero_()
         self._nonzero = set(self._in_window)
+
+    def _take_norms(self) -> None:
+        """Wait for what is under way, and hand stock the norms and the overflow of the window so far."""
+        if self._downloader is not None:
+            self._downloader.wait()
         for param_id in self._in_window:
             squares = self._squares[param_id]
             self.norm_for_param_grads[param_id] = torch.tensor(math.sqrt(squares), dtype=torch.float64)

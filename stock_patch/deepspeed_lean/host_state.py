@@ -33,6 +33,7 @@ class HostState12(Stage12):
             )
         ),
         "_optimizer_step": Shape(("self", "group_no"), ("param_groups", "step")),
+        "_lazy_init_hp_params_optimizer_state": Shape(("self",), ("_hp_optimizer_states_linked",)),
     }
 
     def initialize_optimizer_states(self) -> None:
@@ -57,6 +58,14 @@ class HostState12(Stage12):
             for index, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self.lean.memory.move_moments(self.optimizer, param, str(index))
+            self._relink_moments()
+
+    def _relink_moments(self) -> None:
+        """Have parameters look at their moments where these are now, if they looked at any."""
+        mappings = [getattr(param, "_hp_mapping", None) for group in self.bit16_groups for param in group]
+        if any(mapping is not None and mapping.optim_fragment for mapping in mappings):
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
 
     def _optimizer_step(self, group_no: int) -> None:
         if self.on_host and adam_is_stocks(self.optimizer):
@@ -80,7 +89,7 @@ class HostState3(ZeroOptimizer):
 
     def _setup_for_real_optimizer(self) -> None:
         super()._setup_for_real_optimizer()
-        if not self.offload_optimizer or self.swap_optimizer:
+        if not self.offload_optimizer or self.swap_optimizer or self.zenflow:
             return
         memory = self.lean_memory = HostMemory("DeepSpeedZeroOptimizer_Stage3")
         for index, master in enumerate(self.fp32_partitioned_groups_flat):

@@ -22,4 +22,6 @@ class OpBesideStocks:
 
     def __getattr__(self, name: str) -> Any:
         """A function of either op."""
+        if name.startswith("_"):
+            raise AttributeError(name)  # asked for by copies, before there is anything to ask
         return getattr(self._load_stocks() if name.startswith(_STOCKS_OWN) else self._ours, name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from . import SWITCHES, pinning
 from .gradients import Fp32Accumulation, NoTemporary
 from .host_state import HostState3, HostState12
+from .host_threads import host_threads
+from .log import log
 from .op_beside_stocks import OpBesideStocks
-from .op_builder import CPUAdamBuilder
 from .shapes import Shape, mismatch
+from .stage_base import load_op
 from .tiled_step import DeferredUnscale, TiledUpload
 
 KNOWN_RELEASE = "0.19."
@@ -53,6 +55,7 @@ CLASSES = (
         {"host_buffers": HostState3},
     ),
 )
+_DEVICES = ("cuda", "cpu")
 _BUILDER_SHAPES = {"load": Shape(("self", "verbose"))}
 
 
@@ -79,7 +82,7 @@ def apply(switches: Mapping[str, bool]) -> tuple[str, ...]:
     revert()
     version = deepspeed.__version__
     if not version.startswith(KNOWN_RELEASE) or "lean" in version:
-        _logger().warning(
+        log().warning(
             "deepspeed_lean: expected DeepSpeed %sx, got %s; nothing is replaced. %s",
             KNOWN_RELEASE,
             version,
@@ -88,8 +91,14 @@ def apply(switches: Mapping[str, bool]) -> tuple[str, ...]:
             else "Look for a newer deepspeed-lean-patch.",
         )
         return ()
+    device = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if device not in _DEVICES:
+        log().warning("deepspeed_lean: expected CUDA or a CPU, got %s; nothing is replaced.", device)
+        return ()
+    host_threads()  # a wrong number is said here, and not in a backward pass
     for name in _DERIVED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     replaced = _Replaced()
     for patch in CLASSES:
         _mix(patch, wanted, replaced)
@@ -138,7 +147,7 @@ def _mix(patch: ClassPatch, wanted: set[str], replaced: _Replaced) -> None:
         if switch in wanted and _fits(switch, stocks, _shapes(mixin)):
             mixins.append(mixin)
             replaced.names.append(switch)
-            _logger().info("deepspeed_lean: %s replaces parts of %s", switch, patch.name)
+            log().info("deepspeed_lean: %s replaces parts of %s", switch, patch.name)
     if not mixins:
         return
     mixed = type(patch.name, (*mixins, stocks), {"__module__": stocks.__module__, "__doc__": stocks.__doc__})
@@ -166,11 +175,15 @@ def _replace_op(replaced: _Replaced) -> None:
     load_stocks = stocks.load
 
     def load(self: Any, verbose: bool = True) -> Any:
-        return OpBesideStocks(CPUAdamBuilder().load(), partial(load_stocks, self, verbose))
+        ours = load_op()
+        # In plain torch it has not stock's calls.
+        if not hasattr(ours, "create_adam"):
+            return load_stocks(self, verbose)
+        return OpBesideStocks(ours, partial(load_stocks, self, verbose))
 
     replaced.set(stocks, "load", load)
     replaced.names.append("adam_op")
-    _logger().info("deepspeed_lean: adam_op replaces the op of DeepSpeedCPUAdam")
+    log().info("deepspeed_lean: adam_op replaces the op of DeepSpeedCPUAdam")
 
 
 def _replace_pinning(replaced: _Replaced) -> None:
@@ -182,25 +195,12 @@ def _replace_pinning(replaced: _Replaced) -> None:
     replaced.set(owner, "_torch_pin_memory", pinning.exact_pin_memory(owner._torch_pin_memory))
     replaced.set(owner, "_torch_empty_pinned", pinning.exact_empty_pinned(owner._torch_empty_pinned))
     replaced.names.append("pinning")
-    _logger().info("deepspeed_lean: pinning replaces torch's allocator of page-locked memory")
+    log().info("deepspeed_lean: pinning replaces torch's allocator of page-locked memory")
 
 
 def _fits(switch: str, owner: Any, shapes: Mapping[str, Shape]) -> bool:
     """Whether a class looks as a replacement expects; warns if not."""
     problem = mismatch(owner, shapes)
     if problem is not None:
-        _logger().warning("deepspeed_lean: %s is left to stock: %s.", switch, problem)
+        log().warning("deepspeed_lean: %s is left to stock: %s.", switch, problem)
     return problem is None
-
-
-def _logger() -> logging.Logger:
-    """A logger that is heard: stock's own says nothing below a warning."""
-    logger = logging.getLogger("deepspeed_lean")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
-        # One line a replacement, not one a rank.
-        logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    return logger

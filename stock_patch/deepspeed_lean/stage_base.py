@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .host_memory import HostMemory
+from .log import log
 from .op_builder import CPUAdamBuilder
 from .ring import StagingRing
 from .shapes import Shape
@@ -35,19 +36,14 @@ class Lean:
 
     Args:
         pin: page-lock the ring.
+        op: our compiled op, whatever stock's optimizer uses; None if it is not needed, or does not compile.
     """
 
-    def __init__(self, pin: bool) -> None:
+    def __init__(self, pin: bool, op: Any) -> None:
         self.pin = pin
+        self.op = op
         self.memory = HostMemory("DeepSpeedZeroOptimizer")
         self._ring: StagingRing | None = None
-        self._op: Any = None
-
-    def op(self) -> Any:
-        """Our compiled op, whatever stock's optimizer uses."""
-        if self._op is None:
-            self._op = CPUAdamBuilder().load()
-        return self._op
 
     def ring(self) -> StagingRing:
         """The staging ring, made at first use. Gradients pass it in backward, weights in step."""
@@ -82,8 +78,10 @@ class Stage12(ZeroOptimizer):
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("offload_optimizer_config")
-        self.lean = Lean(pin=config is not None and config.pin_memory)
-        if config is not None and self._all_through_ring(optimizer, kwargs):
+        offloads = config is not None and config.device != "none"
+        op = load_op() if offloads and self.downloads_through_ring else None
+        self.lean = Lean(offloads and config.pin_memory, op)
+        if offloads and self._all_through_ring(optimizer, kwargs):
             kwargs["offload_optimizer_config"] = config.model_copy(update={"pin_memory": False})
         super().__init__(optimizer, *args, **kwargs)
 
@@ -97,7 +95,7 @@ class Stage12(ZeroOptimizer):
             settings.get("gradient_accumulation_dtype", dtype) == torch.float32 != dtype,
         )
         replaced = self.downloads_through_ring and self.uploads_through_ring and adam_is_stocks(optimizer)
-        return replaced and not any(stocks_ways)
+        return replaced and self.lean.op is not None and not any(stocks_ways)
 
     @property
     def on_host(self) -> bool:
@@ -113,6 +111,15 @@ class Stage12(ZeroOptimizer):
         """As stock's; returns the ring too."""
         super().destroy()
         self.lean.close()
+
+
+def load_op() -> Any:
+    """Our op; None, with a warning that says why, where it does not compile."""
+    try:
+        return CPUAdamBuilder().load()
+    except RuntimeError as error:
+        log().warning("deepspeed_lean: what needs the op is left to stock: %s", error)
+        return None
 
 
 def adam_is_stocks(optimizer: Any) -> bool:

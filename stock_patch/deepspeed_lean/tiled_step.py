@@ -181,6 +181,11 @@ class TiledStep(Stage12):
             optimizer.ds_opt_adam = op
             self._grad_scale = 1.0
 
+    def destroy(self) -> None:
+        """As stock's, without the threads."""
+        self._queue = None
+        super().destroy()
+
 
 class DeferredUnscale(TiledStep):
     """Unscale and clip become one factor of the Adam pass instead of a pass of their own. The gradient keeps

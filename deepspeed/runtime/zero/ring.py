@@ -120,6 +120,7 @@ class Downloader:
 
     def __init__(self, ring: StagingRing, device: torch.device) -> None:
         self._ring = ring
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._queue: queue.Queue[_Download | None] = queue.Queue(self.LOOKAHEAD)
         self._arrivals: deque[_Arrival] = deque()
@@ -131,7 +132,7 @@ class Downloader:
         """Start bringing a slice down; it is complete in the current stream's order.
 
         Args:
-            flat: `[n]` device; may be freed by the caller at once.
+            flat: `[n]` device, n at least 1; may be freed by the caller at once.
             sink: called on the worker for each run that has arrived.
         """
         ready = torch.cuda.Event()
@@ -147,12 +148,15 @@ class Downloader:
             raise error
 
     def close(self) -> None:
-        """End the worker. May be called twice."""
+        """End the worker. May be called twice, and from the worker itself."""
         if self._worker.is_alive():
             self._queue.put(None)
-            self._worker.join()
+            if self._worker is not threading.current_thread():
+                self._worker.join()
 
     def _run(self) -> None:
+        # A thread starts on the first device, and would open a context there.
+        torch.cuda.set_device(self._device)
         while True:
             try:
                 download = self._queue.get(block=not self._arrivals)
@@ -166,6 +170,8 @@ class Downloader:
             except BaseException as error:
                 self._error = error
                 self._queue.task_done()
+            # A slice belongs to its arrivals now: while this thread sleeps it must keep nothing alive.
+            del download
 
     def _launch_copies(self, download: _Download) -> None:
         """Send a slice into the ring, handing the oldest slot on whenever the ring is full."""

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -175,6 +178,31 @@ def test_a_queue_that_is_dropped_computes_what_it_was_given():
     optimizer.submit_slice(queue, optimizer.param_groups[0], 1, part, 1.0)
     del queue
     assert (param != expected).all()
+
+
+def test_a_forked_child_neither_waits_for_a_queues_threads_nor_uses_them():
+    """The child has none of them: joining them, or waiting for a step of theirs, would take for ever."""
+    param = make_params([(100,)])[0]
+    optimizer = DeepSpeedCPUAdam([param], **HYPER)
+    optimizer.init_state(param)
+    queue = optimizer.make_queue(2)
+    part = slice_of(optimizer, param, 0, 100, torch.ones(100))
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.submit_slice(queue, optimizer.param_groups[0], 1, part, 1.0)
+        except RuntimeError as error:
+            refused = "forked child" in str(error)
+            del queue
+            os._exit(0 if refused else 1)
+        os._exit(2)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_every_group_and_parameter_has_its_own_step_count():
