@@ -350,20 +350,21 @@ def test_closure_is_called_with_gradients_on_and_its_loss_returned():
 
 
 def test_making_and_dropping_optimizers_keeps_no_memory():
-    """Each one holds 8 MB of moments: 20 of them kept would be 160 MB."""
+    """Each one holds 8 MB of moments: 20 of them kept would be 160 MB. The C heap grows to its size first."""
 
     def rss_kb():
         return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
     (param,) = make_params([(1_000_000,)])
-    before = None
-    for _ in range(20):
+    before = 0
+    for index in range(30):
         optimizer = DeepSpeedCPUAdam([param])
         param.grad = torch.ones_like(param)
         optimizer.step()
         del optimizer
         gc.collect()
-        before = before or rss_kb()
+        if index == 9:
+            before = rss_kb()
     assert rss_kb() - before < 16_000
 
 
