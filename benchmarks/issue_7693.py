@@ -2,8 +2,8 @@
 
 One training job (residual linear blocks, ZeRO-2, optimizer on the host, bf16, AdamW, clipping) in every case
 of data-loader workers (none, or two that are forked early, between or late: after initialize, after the first
-backward, after the first step), gradient accumulation (1, 2) and pin_memory (pageable, pinned). A contender is
-a Python with some `deepspeed`, and runs each case in a process of its own:
+backward, after the first step), gradient accumulation (1, 2) and pin_memory (pageable, pinned), each
+in a process of its own. Contenders are Pythons with some `deepspeed`:
 
     python benchmarks/issue_7693.py --contenders stock=PYTHON patch=PYTHON:stock_patch lean=PYTHON:.
 
