@@ -87,7 +87,8 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
         axes.set_title(f"accumulation {gas}\n{FORKS[fork]}", fontsize=9)
     for axes, (pinned, name) in zip(grid[:, 0], rows, strict=True):
         label = f"{name}, pinned" if pinned == "pinned" else name
-        axes.set_ylabel(f"$\\bf{{{label}}}$\nbytes a parameter".replace(" pinned", r"\ pinned"), fontsize=9)
+        axes.set_ylabel(label, fontsize=9, weight="bold")
+    figure.supylabel("bytes a parameter", fontsize=9)
     for result in results:
         row = rows.index((result["pinned"], result["name"]))
         column = columns.index((result["gas"], result["fork"]))
@@ -100,8 +101,12 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
         f"{machine['device']}, {machine['cores']} cores of {machine['cpu']}",
         fontsize=10,
     )
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
+    shown: dict[str, Any] = {}
+    for axes in grid.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        shown.update(zip(labels, handles, strict=True))
+    place = "outside lower center"
+    figure.legend(shown.values(), shown, loc=place, ncols=len(shown), fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
 
