@@ -29,7 +29,7 @@ FORKS = {
 }
 PROMISE = 16.0  # master 4, gradient 4, moments 8
 SHOWN_RISE = 1.0  # bytes a parameter
-RSS_COLOR, TREE_COLOR, LINE_COLOR = "#4878a8", "#c0504d", "#888888"
+RSS_COLOR, TREE_COLOR, FORK_COLOR = "#4878a8", "#c0504d", "#3c8d40"
 
 Points = list[tuple[float, float]]
 
@@ -45,11 +45,9 @@ def places(phases: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def on_axis(result: Mapping[str, Any], key: str) -> Points:
     """Returns a run's timeline of `rss` or `tree` along the phases instead of time."""
-    phases = result["phases"]
-    found = list(zip(places(phases), [phase[key] for phase in phases], strict=True))
-    before = zip(places(phases), phases, strict=True)
-    after = list(zip(places(phases), phases, strict=True))[1:]
-    for (here, phase), (there, following) in zip(before, after, strict=False):
+    marks = list(zip(places(result["phases"]), result["phases"], strict=True))
+    found = [(place, phase[key]) for place, phase in marks]
+    for (here, phase), (there, following) in zip(marks, marks[1:], strict=False):
         start, end = phase["noted"], following["ended"]
         inside = [point for point in result["timeline"][key] if start < point[0] < end]
         found += [(here + (there - here) * (t - start) / (end - start), growth) for t, growth in inside]
@@ -118,7 +116,7 @@ def _draw_panel(axes: Any, result: Mapping[str, Any]) -> None:
     axes.plot(*zip(*on_axis(result, "rss"), strict=True), color=RSS_COLOR, linewidth=1.2, label="RSS")
     for place, phase in zip(places(result["phases"]), result["phases"], strict=True):
         if phase["phase"] == "workers":
-            axes.axvline(place, color="#3c8d40", linewidth=1.2, linestyle=":", label="fork")
+            axes.axvline(place, color=FORK_COLOR, linewidth=1.2, linestyle=":", label="fork")
     for place, height, rise in rises(result):
         axes.annotate(
             f"+{rise:.1f}", (place, height), (-5, 2), textcoords="offset points", ha="right", **_SMALL
