@@ -1,9 +1,9 @@
 """DeepSpeed issue 7693, reproduced: where 16 bytes of host memory a parameter become 28 and more.
 
 One training job (residual linear blocks, ZeRO-2, optimizer on the host, bf16, AdamW, clipping) in every case
-of data-loader workers (none, or two that are forked early, between or late: after initialize, after the
-first backward, after the first step), gradient accumulation (1, 2) and pin_memory (pageable, pinned). A
-contender is a Python with some `deepspeed`, and runs each case in a process of its own:
+of data-loader workers (none, or two that are forked early, between or late: after initialize, after the first
+backward, after the first step), gradient accumulation (1, 2) and pin_memory (pageable, pinned), each
+in a process of its own. Contenders are Pythons with some `deepspeed`:
 
     python benchmarks/issue_7693.py --contenders stock=PYTHON patch=PYTHON:stock_patch lean=PYTHON:.
 
@@ -199,28 +199,35 @@ def report(options: argparse.Namespace, results: list[Result]) -> dict[str, Any]
     }
 
 
+def tables(results: list[Result], whole: dict[str, Any]) -> str:
+    """Returns all that is printed for people, in Markdown."""
+    between = "The tree after each phase, and RSS in brackets where it is another:"
+    return "\n\n".join([heading(whole), summary(results), between, by_phase(results)])
+
+
 def main() -> None:
-    """Measures, prints, writes and draws."""
+    """Measures, prints, writes and draws. What was measured is written even if the next run is killed."""
     options = parse_arguments()
     # Only a contender that is named so is patched.
     os.environ.pop("DEEPSPEED_LEAN", None)
-    results = [measure(options, one, case) for case in options.cases for one in options.contenders]
-    whole = report(options, results)
-    text = "\n\n".join(
-        [
-            heading(whole),
-            summary(results),
-            "The tree after each phase, and RSS in brackets where it is another:",
-            by_phase(results),
-        ]
-    )
-    print(text)
-    options.png.with_suffix(".md").write_text(text + "\n")
-    options.png.with_suffix(".json").write_text(json.dumps(whole))
-    for row in whole["results"]:
-        del row["timeline"]
-    print_json("issue_7693", whole)
-    draw(options.png, json.loads(options.png.with_suffix(".json").read_text()))
+    results: list[Result] = []
+    failures: list[str] = []
+    for case, one in itertools.product(options.cases, options.contenders):
+        try:
+            results.append(measure(options, one, case))
+        except RuntimeError as error:
+            failures.append(f"{case}, {one.name}: {error}")
+            continue
+        whole = report(options, results)
+        options.png.with_suffix(".md").write_text(tables(results, whole) + "\n")
+        options.png.with_suffix(".json").write_text(json.dumps(whole))
+    if results:
+        print(tables(results, whole))
+        draw(options.png, whole)
+        short = [{key: row[key] for key in row if key != "timeline"} for row in whole["results"]]
+        print_json("issue_7693", {**whole, "results": short})
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

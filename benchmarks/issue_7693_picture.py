@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The ends of phases that have a place of their own on the axis. The others lie between their neighbours.
+# The ends of phases that have a place of their own on the axis.
 IN_STEP = ("backward", "unscale", "Adam", "step")
 PHASES = (
     "start",
@@ -29,27 +29,25 @@ FORKS = {
 }
 PROMISE = 16.0  # master 4, gradient 4, moments 8
 SHOWN_RISE = 1.0  # bytes a parameter
-RSS_COLOR, TREE_COLOR, LINE_COLOR = "#4878a8", "#c0504d", "#888888"
+RSS_COLOR, TREE_COLOR, FORK_COLOR = "#4878a8", "#c0504d", "#3c8d40"
 
 Points = list[tuple[float, float]]
 
 
 def places(phases: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns where on the axis each phase of a run ended, evenly spaced for those without a place."""
+    """Returns where on the axis each phase of a run ended, close behind another for those without a place."""
     known = [(i, float(PHASES.index(p["phase"]))) for i, p in enumerate(phases) if p["phase"] in PHASES]
     found: list[float] = []
     for (i, here), (j, there) in zip(known, known[1:], strict=False):
-        found += [here + (there - here) * k / (j - i) for k in range(j - i)]
+        found += [here + min(1.0, there - here) * k / (j - i) for k in range(j - i)]
     return [*found, known[-1][1]]
 
 
 def on_axis(result: Mapping[str, Any], key: str) -> Points:
     """Returns a run's timeline of `rss` or `tree` along the phases instead of time."""
-    phases = result["phases"]
-    found = list(zip(places(phases), [phase[key] for phase in phases], strict=True))
-    before = zip(places(phases), phases, strict=True)
-    after = list(zip(places(phases), phases, strict=True))[1:]
-    for (here, phase), (there, following) in zip(before, after, strict=False):
+    marks = list(zip(places(result["phases"]), result["phases"], strict=True))
+    found = [(place, phase[key]) for place, phase in marks]
+    for (here, phase), (there, following) in zip(marks, marks[1:], strict=False):
         start, end = phase["noted"], following["ended"]
         inside = [point for point in result["timeline"][key] if start < point[0] < end]
         found += [(here + (there - here) * (t - start) / (end - start), growth) for t, growth in inside]
@@ -58,12 +56,11 @@ def on_axis(result: Mapping[str, Any], key: str) -> Points:
 
 def rises(result: Mapping[str, Any]) -> Iterator[tuple[float, float, float]]:
     """Yields place, height and rise of the tree in the phases of a step that add much to it."""
-    phases = [phase for phase in result["phases"] if phase["phase"] in PHASES]
-    for before, here in zip(phases, phases[1:], strict=False):
+    marks = list(zip(places(result["phases"]), result["phases"], strict=True))
+    for (start, before), (end, here) in zip(marks, marks[1:], strict=False):
         rise = here["tree"] - before["tree"]
-        if here["phase"].split()[0] in IN_STEP and rise > SHOWN_RISE:
-            middle = (PHASES.index(before["phase"]) + PHASES.index(here["phase"])) / 2
-            yield middle, (before["tree"] + here["tree"]) / 2, rise
+        if rise > SHOWN_RISE and any(phase in here["phase"] for phase in IN_STEP):
+            yield (start + end) / 2, (before["tree"] + here["tree"]) / 2, rise
 
 
 def draw(path: Path, report: Mapping[str, Any]) -> None:
@@ -88,7 +85,8 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
         axes.set_title(f"accumulation {gas}\n{FORKS[fork]}", fontsize=9)
     for axes, (pinned, name) in zip(grid[:, 0], rows, strict=True):
         label = f"{name}, pinned" if pinned == "pinned" else name
-        axes.set_ylabel(f"$\\bf{{{label}}}$\nbytes a parameter".replace(" pinned", r"\ pinned"), fontsize=9)
+        axes.set_ylabel(label, fontsize=9, weight="bold")
+    figure.supylabel("bytes a parameter", fontsize=9)
     for result in results:
         row = rows.index((result["pinned"], result["name"]))
         column = columns.index((result["gas"], result["fork"]))
@@ -97,12 +95,16 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
         _dress(axes)
     numel, machine = report["shapes"]["numel"], report["hardware"]
     figure.suptitle(
-        f"Host memory of ZeRO-2 with the optimizer on the host, {numel / 1e6:.0f} M parameters, "
+        f"Host memory of ZeRO-2 with the optimizer on the host, {numel / 1e6:.0f} M parameters\n"
         f"{machine['device']}, {machine['cores']} cores of {machine['cpu']}",
         fontsize=10,
     )
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
+    shown: dict[str, Any] = {}
+    for axes in grid.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        shown.update(zip(labels, handles, strict=True))
+    place = "outside lower center"
+    figure.legend(shown.values(), shown, loc=place, ncols=len(shown), fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
 
@@ -114,15 +116,17 @@ def _draw_panel(axes: Any, result: Mapping[str, Any]) -> None:
     axes.plot(*zip(*on_axis(result, "rss"), strict=True), color=RSS_COLOR, linewidth=1.2, label="RSS")
     for place, phase in zip(places(result["phases"]), result["phases"], strict=True):
         if phase["phase"] == "workers":
-            axes.axvline(place, color="#3c8d40", linewidth=1.2, linestyle=":", label="fork")
+            axes.axvline(place, color=FORK_COLOR, linewidth=1.2, linestyle=":", label="fork")
     for place, height, rise in rises(result):
-        axes.annotate(f"+{rise:.1f}", (place, height), (-4, 2), textcoords="offset points", **_SMALL)
+        axes.annotate(
+            f"+{rise:.1f}", (place, height), (-5, 2), textcoords="offset points", ha="right", **_SMALL
+        )
     (last,) = [phase for phase in result["phases"] if phase["phase"] == "last step"]
     spot = (PHASES.index("last step"), last["tree"])
-    axes.annotate(f"{last['tree']:.1f}", spot, (0, 3), textcoords="offset points", weight="bold", **_SMALL)
+    axes.annotate(f"{last['tree']:.1f}", spot, (0, 3), textcoords="offset points", ha="center", **_SMALL)
 
 
-_SMALL = {"fontsize": 7.5, "ha": "center", "color": TREE_COLOR}
+_SMALL = {"fontsize": 7.5, "weight": "bold", "color": TREE_COLOR}
 
 
 def _dress(axes: Any) -> None:
