@@ -1,9 +1,9 @@
 """The collectives of ZeRO 1 and 2 as functions over a process group; nothing here keeps state.
 
 On gloo a sum is taken in rank order in fp32, so that its bits depend neither on the bucket's extent nor on a
-ring's starting point, and every 16-bit type works whatever gloo's own reductions support. Slices are spread by
-broadcasts, since torch's all-gather on gloo copies its whole output within gloo's threads, whose C heaps keep
-it: measured 110 MB a rank for outputs of 8 MB. On NCCL the library does both.
+ring's starting point, and every 16-bit type works whatever gloo's own reductions support. Slices are spread
+by broadcasts, since torch's all-gather on gloo copies its whole output within gloo's threads, whose C heaps
+keep it: measured 112 MiB a rank for outputs of 8 MiB. On NCCL the library does both.
 """
 
 from __future__ import annotations
