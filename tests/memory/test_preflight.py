@@ -38,8 +38,8 @@ def make_cgroup(root, limit, version=2):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_job_over_the_limit_of_its_cgroup_is_stopped_on_all_ranks(world, tmp_path):
-    """16 bytes a parameter for all ranks together, whatever their number; 13.5 are there."""
-    results = run(world, cgroup=make_cgroup(tmp_path, 27 * NUMEL // 2))
+    """16 bytes a parameter for all ranks together, whatever their number; 13.75 are there."""
+    results = run(world, cgroup=make_cgroup(tmp_path, 55 * NUMEL // 4))
     assert len({result["words"] for result in results}) == 1, "the same words on every rank"
     words = results[0]["words"]
     assert words.startswith("initialize: expected at most 0.21 GiB of host memory")

@@ -197,6 +197,21 @@ class HostBuffer:
         self.tensor = self._view()
 
 
+def mapped_tensor(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a mapping of its own, of any content, for what lives during a part of a step.
+
+    It goes back to the system with its last view. From the C heap, large blocks that come and go leave holes
+    between smaller ones, and the process keeps them.
+
+    Args:
+        name: what it holds, for errors.
+        numel: number of elements.
+        dtype: element type.
+    """
+    memory = _map_anonymous(name, numel * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+
+
 def tensor_entry(name: str, tensor: torch.Tensor, owner: str) -> LedgerEntry:
     """What the ledger would say of a tensor that torch allocated."""
     pinned = tensor.device.type == "cpu" and tensor.is_pinned()

@@ -21,8 +21,7 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq")
 # A bucket larger than this gains nothing on any link. On the host it would be memory that a user did not
 # count on.
 _MOST_BUCKET_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
-# Elements of a tile that goes through buffers of the C heap, without a GPU: larger ones, freed after each
-# step, leave holes there that grow to a hundred megabytes a rank.
+# Elements of a tile that goes through buffers of its own, without a GPU.
 _BUFFERED_TILE_NUMEL = 1 << 20
 # State of one element each that optimizers keep in fp32, by lower-case end of the class's name.
 _STATE_NAMES = (
@@ -218,7 +217,12 @@ def _passing(settings: ZeroSettings, facts: Facts) -> Iterator[LedgerEntry]:
         nbytes = chunks * chunk_numel * facts.weight_dtype.itemsize
         yield LedgerEntry("chunks", nbytes, owner="ParamPublisher", device=device)
     if on_host and facts.world > 1:
-        nbytes = (1 + overlap_depth(settings, facts.world)) * facts.bucket_numel * facts.wire_dtype.itemsize
+        in_flight_numel = (1 + overlap_depth(settings, facts.world)) * facts.bucket_numel
+        # Every rank sends what this one owns of the buckets, which may be all of them.
+        own_numel = -(-in_flight_numel // facts.world)
+        if shards > 1:
+            own_numel = min(in_flight_numel, sum(facts.shard_numels))
+        nbytes = facts.world * own_numel * facts.wire_dtype.itemsize
         yield LedgerEntry("rows", nbytes, owner="collectives")
 
 

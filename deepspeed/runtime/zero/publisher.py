@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.runtime.zero import collectives
 from deepspeed.runtime.zero.collectives import Comm, Wait
+from deepspeed.runtime.zero.host_buffer import mapped_tensor
 from deepspeed.runtime.zero.layout import GroupLayout, Segment
 
 # One that is being computed and one that waits for it. A ring has a slot more, for the one that travels, and
@@ -187,7 +188,7 @@ class ParamPublisher:
                 ]
             )
         device = self._params[layout.slots[0].index].device
-        own = torch.empty(end - start, dtype=params_dtype(layout, self._params), device=device)
+        own = _chunk_buffer(end - start, params_dtype(layout, self._params), device)
         owned_end = self.owned_end(group, end)
         targets = [Target(start, owned_end, own[: owned_end - start])] if owned_end > start else []
         if self._whole_chunks:
@@ -210,8 +211,9 @@ class ParamPublisher:
         if self._groups[chunk.group].shards == 1:
             copy_from_shard(self._groups[chunk.group], 0, self._params, chunk.own, chunk.start)
             return
-        gathered = chunk.own.new_empty(self._comm.world * chunk.own.numel())
-        wait = collectives.launch_all_gather(gathered, chunk.own, self._comm)
+        own = chunk.own
+        gathered = _chunk_buffer(self._comm.world * own.numel(), own.dtype, own.device)
+        wait = collectives.launch_all_gather(gathered, own, self._comm)
         self._finish_in_flight()
         self._in_flight = _Gather(wait, chunk, gathered)
 
@@ -232,6 +234,13 @@ class ParamPublisher:
         rows = gathered.view(self._comm.world, -1)
         for rank, row in enumerate(rows):
             copy_from_shard(layout, rank, self._params, row, chunk.start)
+
+
+def _chunk_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for a chunk, of any content, that leaves nothing behind."""
+    if device.type == "cpu":
+        return mapped_tensor("chunk", numel, dtype)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def segment_view(segment: Segment, params: Mapping[int, torch.nn.Parameter]) -> torch.Tensor:
