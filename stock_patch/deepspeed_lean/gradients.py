@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .host_threads import host_threads
+from .host_threads import host_threads, threads_beside_backward
 from .ring import Downloader
 from .shapes import Shape
 from .stage_base import Stage12
@@ -99,7 +99,8 @@ class Fp32Accumulation(Stage12):
 
     def _store(self, param_id: int, target: torch.Tensor, add: bool, first: int, part: torch.Tensor) -> None:
         """Store or add a run of a slice, and keep the slice's sum of squares."""
-        squares = self.lean.op.accumulate(target[first : first + part.numel()], part, add, host_threads())
+        threads = threads_beside_backward() if self.has_device else host_threads()
+        squares = self.lean.op.accumulate(target[first : first + part.numel()], part, add, threads)
         self._squares[param_id] = squares + (self._squares[param_id] if first else 0.0)
 
     def _download(self) -> Downloader:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .host_threads import host_threads
+from .host_threads import host_threads, threads_beside_backward, threads_beside_launches
 from .ring import StagingRing, StagingSlot
 from .shapes import Shape
 from .stage_base import Stage12, adam_is_stocks, side_stream
@@ -159,6 +159,12 @@ class TiledStep(Stage12):
         """Whether the optimizer is one that can be driven by tiles."""
         return self.on_host and adam_is_stocks(self.optimizer) and not self.torch_autocast_gradscaler
 
+    def _step_threads(self) -> int:
+        """Threads of the op, less those that are needed for copies meanwhile."""
+        if not self.has_device:
+            return host_threads()
+        return threads_beside_launches() if self.lean.pin else threads_beside_backward()
+
     def _upload(self, group_no: int) -> WeightUpload | None:
         """Takes the weights of a group; None where stock does that."""
         return None
@@ -170,8 +176,7 @@ class TiledStep(Stage12):
         optimizer = self.optimizer
         op, grad_scale = optimizer.ds_opt_adam, self._grad_scale
         if self._queue is None and hasattr(op, "AdamQueue"):
-            # One core is left to who launches copies, if there are any.
-            self._queue = op.AdamQueue(max(1, host_threads() - int(self.has_device)))
+            self._queue = op.AdamQueue(self._step_threads())
         optimizer.ds_opt_adam = TiledOp(
             op, self._queue, optimizer.adam_w_mode, grad_scale, self._upload(group_no)
         )

@@ -11,7 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.adam.host_threads import host_threads
+from deepspeed.ops.adam.host_threads import (
+    host_threads,
+    threads_beside_backward,
+    threads_beside_launches,
+)
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.buckets import BucketPool, GradReducer
 from deepspeed.runtime.zero.change_gate import ChangeGate
@@ -278,16 +282,11 @@ def _common_dtype(params: Sequence[torch.nn.Parameter]) -> torch.dtype:
 def _host_settings(
     optimizer: torch.optim.Optimizer, settings: ZeroSettings, wire_dtype: torch.dtype, ledger: Ledger
 ) -> HostSettings:
-    """Leave cores to who works beside the kernels: backward, and the thread that launches or makes copies.
-
-    A kernel whose threads outnumber the free cores waits for the one that has none: 0.33 against 0.21 ns a
-    parameter beside pageable copies, 0.23 against 0.20 beside page-locked ones (benchmarks/README.md).
-    """
-    threads = host_threads()
-    grad_threads = step_threads = threads
+    """Leave cores to who works beside the kernels: backward, and the thread that launches or makes copies."""
+    grad_threads = step_threads = host_threads()
     if settings.device.type == "cuda":
-        grad_threads = max(1, threads - max(1, threads // 8))
-        step_threads = grad_threads if settings.copies_pageable else max(1, threads - 1)
+        grad_threads = threads_beside_backward()
+        step_threads = grad_threads if settings.copies_pageable else threads_beside_launches()
     grad_dtype = host_grad_dtype(settings, wire_dtype, isinstance(optimizer, DeepSpeedCPUAdam))
     widens = settings.accumulation.dtype is None
     return HostSettings(grad_dtype, grad_threads, step_threads, ledger, widens, settings.forms)
