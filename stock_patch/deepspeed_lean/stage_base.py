@@ -77,7 +77,7 @@ class Stage12(ZeroOptimizer):
     uploads_through_ring = False
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("offload_optimizer_config")
+        config: Any = kwargs.get("offload_optimizer_config")
         offloads = config is not None and config.device != "none"
         op = load_op() if offloads and self.downloads_through_ring else None
         self.lean = Lean(offloads and config.pin_memory, op)
