@@ -99,7 +99,7 @@ def switched_off(name: str, rank: int) -> dict[str, Any]:
         applied = deepspeed_lean.applied()
         engine = training.make_engine(case)
     optimizer = engine.optimizer
-    sums = training._record(optimizer)
+    sums = training.record(optimizer)
     for step in range(case.steps):
         for flat in sums:
             flat.zero_()

@@ -29,9 +29,7 @@ def times(stage: int) -> dict[str, float]:
     for name in ("stock", "patched"):
         if name == "patched":
             deepspeed_lean.apply()
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[memory.Block() for _ in range(LAYERS)]).bfloat16()
-        engines[name] = memory.make_engine({"stage": stage, "gas": 1}, model)
+        engines[name] = memory.make_engine({"stage": stage, "gas": 1}, memory.make_model(LAYERS))
         deepspeed_lean.revert()
     taken: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(STEPS + 1):

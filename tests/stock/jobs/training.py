@@ -152,7 +152,7 @@ def micro_step(engine: Any, case: Case, step: int, micro: int, rank: int) -> flo
     loss = engine(x.to(DTYPES[case.dtype]), weights, step not in case.unused_at)
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return loss.item()
 
 
 def steps(engine: Any, case: Case, count: int, rank: int) -> list[float]:
@@ -171,7 +171,7 @@ def train(case: Case, switches: Mapping[str, bool] | None, rank: int) -> Outcome
         engine = make_engine(case)
     optimizer = engine.optimizer
     starts = [master.detach().clone() for master in optimizer.single_partition_of_fp32_groups]
-    sums = _record(optimizer)
+    sums = record(optimizer)
     gradients, norms, losses = [], [], []
     for step in range(case.steps):
         skipped, scale = engine.skipped_steps, optimizer.cur_scale if case.dtype == "fp16" else 1.0
@@ -199,7 +199,7 @@ def outcome(engine: Any) -> Outcome:
     return Outcome(masters, moments, params, [], [], engine.skipped_steps, scale, [], [])
 
 
-def _record(optimizer: Any) -> list[torch.Tensor]:
+def record(optimizer: Any) -> list[torch.Tensor]:
     """What arrives at the optimizer from now on, added up in fp32 beside it, a flat tensor a group."""
     masters = optimizer.single_partition_of_fp32_groups
     sums = [torch.zeros_like(master, requires_grad=False) for master in masters]
