@@ -1,4 +1,4 @@
-"""What the patch saves: bytes of the process tree a parameter, beside forked workers. Step times are shown."""
+"""What the patch saves: bytes of the process tree a parameter, beside forked workers. Times are shown."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ STOCK, PATCHED = [LATE, STAGE_3], [EARLY, LATE, STAGE_1, STAGE_3]
 
 # Master 4, gradient 4, moments 8. Measured: 16.1 to 16.2.
 LIMIT = 16.5
-# In stage 1 all gradients of the model lie, in 16 bits, where the model is: here, for want of a GPU, the host.
+# In stage 1 all gradients of the model lie, in 16 bits, where the model is: for want of a GPU, on the host.
 ON_THE_DEVICE = 2.0
 
 
@@ -31,7 +31,11 @@ def tree():
     lists = [[key(job, False) for job in STOCK], [key(job, True) for job in PATCHED]]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda jobs: harness.results(harness.JOBS / "memory.py", *jobs)[0], lists))
-    return {name: result for jobs, results in zip(lists, found, strict=True) for name, result in zip(jobs, results, strict=True)}
+    return {
+        name: result
+        for jobs, results in zip(lists, found, strict=True)
+        for name, result in zip(jobs, results, strict=True)
+    }
 
 
 def test_stock_duplicates_what_forked_workers_share(tree):

@@ -45,7 +45,9 @@ def test_masters_are_those_of_torchs_adamw_in_fp32(cases):
     """With all of the patch, for all micro-batches added in fp32, clipped, skipped steps left out."""
     compared = [(name, found) for name, found in cases if "ours to torch" in found]
     assert len(compared) == len(cases) * 8 // 9  # without the chained model
-    far = [(name, found["ours to torch"]) for name, found in compared if found["ours to torch"] > found["bound"]]
+    far = [
+        (name, found["ours to torch"]) for name, found in compared if found["ours to torch"] > found["bound"]
+    ]
     assert far == []
 
 
@@ -118,7 +120,14 @@ def test_a_switch_that_is_off_leaves_its_part_to_stock(switches, name):
         "accumulator": {"second accumulator", "gradient keeps its scale"},
         "temporary": {"temporary"},
     }[name]
-    kept = ("in host buffers", "op is ours", "gradient keeps its scale", "staging", "second accumulator", "temporary")
+    kept = (
+        "in host buffers",
+        "op is ours",
+        "gradient keeps its scale",
+        "staging",
+        "second accumulator",
+        "temporary",
+    )
     assert {key for key in kept if found[key] != everything[key]} == differs
     if name == "host_buffers":
         assert not any(found["in host buffers"])

@@ -17,11 +17,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import deepspeed_lean
 import peer_job
 import torch
 from reporting import report
+
+import deepspeed
+import deepspeed_lean
 
 HIDDEN = 1024
 LAYERS = (20, 60)  # 21 and 63 million parameters
@@ -128,6 +129,12 @@ def make_engine(job: dict[str, Any], model: torch.nn.Module) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
     }
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step(engine: Any) -> None:
+    """One micro-batch and one step."""
+    engine.backward(engine(torch.ones(4, HIDDEN).bfloat16()).float().square().mean())
+    engine.step()
 
 
 def like_a_device(optimizer: Any) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed_lean
 import torch
 import training
-from deepspeed_lean import tiled_step
 from reporting import report
 from training import ALL_ON, OP_OFF, Case, Outcome
+
+import deepspeed_lean
+from deepspeed_lean import tiled_step
 
 # Several tiles in the largest parameter, and a multiple of what stock's op takes at a time: its last elements
 # are computed otherwise than the rest.
@@ -48,7 +49,9 @@ def compare(case: Case, rank: int) -> dict[str, Any]:
     """How three trainings differ, and each from torch's AdamW in fp32."""
     stock, same_op, ours = (training.train(case, switches, rank) for switches in (None, OP_OFF, ALL_ON))
     found = {
-        "op off has stock's bits": all(_equal(stock, same_op, name) for name in ("masters", "moments", "params")),
+        "op off has stock's bits": all(
+            _equal(stock, same_op, name) for name in ("masters", "moments", "params")
+        ),
         "the same arrives": all(
             training.same_bits(a, b) for a, b in zip(stock.gradients, ours.gradients, strict=True)
         ),
@@ -107,7 +110,9 @@ def switched_off(name: str, rank: int) -> dict[str, Any]:
             training.micro_step(engine, case, step, micro, rank)
     masters = optimizer.single_partition_of_fp32_groups
     states = [optimizer.optimizer.state[master] for master in masters]
-    held = [t for m, s in zip(masters, states, strict=True) for t in (m, m.grad, s["exp_avg"], s["exp_avg_sq"])]
+    held = [
+        t for m, s in zip(masters, states, strict=True) for t in (m, m.grad, s["exp_avg"], s["exp_avg_sq"])
+    ]
     found = {
         "applied": applied,
         "in host buffers": [training.stays_out_of_children(tensor) for tensor in held],

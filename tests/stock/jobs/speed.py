@@ -6,12 +6,13 @@ import statistics
 import time
 from typing import Any
 
-import deepspeed
-import deepspeed_lean
 import memory
 import peer_job
 import torch
 from reporting import report
+
+import deepspeed
+import deepspeed_lean
 
 LAYERS = 40  # 42 million parameters
 STEPS = 5

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import deepspeed_lean
 import peer_job
 import torch
+
+import deepspeed
+import deepspeed_lean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL_ON: dict[str, bool] = {}
