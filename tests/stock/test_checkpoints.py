@@ -35,7 +35,7 @@ def test_a_checkpoint_may_go_from_one_to_the_other(cases, claim):
 
 def test_files_have_stocks_names_keys_dtypes_and_shapes(cases):
     forms = [found["form"] for _, found in cases if found["form"]]
-    assert len(forms) == 3
+    assert len(forms) == 4
     for stock, ours in forms:
         assert ours == stock
         assert any(name.endswith("optim_states.pt") for name in ours)

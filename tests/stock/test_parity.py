@@ -31,7 +31,7 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def cases(ranks):
     """Every case of every rank."""
-    others = ("unused", "switches")
+    others = ("unused", "switches", "stage 3")
     return [(name, found) for rank in ranks for name, found in rank.items() if name not in others]
 
 
@@ -79,6 +79,12 @@ def test_all_ranks_skip_when_one_ranks_data_have_an_infinity(cases):
         assert len(set(found["scale"])) == 1, name
 
 
+def test_the_infinity_arrives_at_one_rank_alone(ranks):
+    """So that the ranks of the test above must have told one another."""
+    for name in ("fp16 with an infinity", "fp16, gas 3, with an infinity"):
+        assert sum(rank[name]["saw infinity"] for rank in ranks) == 1
+
+
 def test_some_rank_owns_nothing_of_a_group(ranks):
     """So that the cases above hold what they are meant to hold."""
     empty = [any(found["chained"]["empty"]) for found in ranks]
@@ -89,6 +95,14 @@ def test_a_parameter_without_a_gradient_is_stepped_with_zeros(ranks):
     """As torch does it, while stock steps it once more with the gradient of the step before."""
     assert all(rank["unused"]["ours"] <= rank["unused"]["bound"] for rank in ranks)
     assert max(rank["unused"]["stock"] for rank in ranks) > 1000 * ranks[0]["unused"]["bound"]
+
+
+def test_stage_3_trains_as_before(ranks):
+    """With stock's op to stock's bits; on host buffers."""
+    for found in (rank["stage 3"] for rank in ranks):
+        assert found["has masters"] > 100
+        assert found["op off has stock's bits"] and found["in host buffers"]
+        assert found["ours to stock"] <= found["bound"]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ BEFORE, AFTER = 3, 4
 CASES = {
     "stage 1": Case(stage=1, chained=True),
     "stage 2": Case(chained=True),
+    "stage 3": Case(stage=3, chained=True),
     "stage 2, fp16": Case(dtype="fp16", infinite=True),
 }
 
@@ -48,12 +49,16 @@ def exchange(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     ours_in_stock = resume(case, None, folder / "ours", rank)
     ours_in_op_off = resume(case, OP_OFF, folder / "ours", rank)
     return {
-        "patched resumes its own": _same(resume(case, ALL_ON, folder / "ours", rank), whole["ours"]),
+        "patched resumes its own": training.same_state(
+            resume(case, ALL_ON, folder / "ours", rank), whole["ours"]
+        ),
         # Stock's arithmetic on the same state.
-        "stock continues ours": _same(ours_in_stock, ours_in_op_off),
-        "patched continues stock's": _same(resume(case, OP_OFF, folder / "stock", rank), whole["stock"]),
+        "stock continues ours": training.same_state(ours_in_stock, ours_in_op_off),
+        "patched continues stock's": training.same_state(
+            resume(case, OP_OFF, folder / "stock", rank), whole["stock"]
+        ),
         "form": [form(folder / "stock"), form(folder / "ours")] if rank == 0 else [],
-        "converted": converted(case, folder / "ours", saved) if rank == 0 else True,
+        "converted": rank != 0 or case.stage == 3 or converted(case, folder / "ours", saved),
         "in host buffers": _in_host_buffers(case, folder / "ours"),
     }
 
@@ -111,13 +116,7 @@ def _in_host_buffers(case: Case, folder: Path) -> bool:
     with training.patched(ALL_ON):
         engine = training.make_engine(case)
     engine.load_checkpoint(str(folder))
-    optimizer = engine.optimizer
-    held = list(optimizer.single_partition_of_fp32_groups)
-    held += [master.grad for master in held]
-    held += [
-        optimizer.optimizer.state[m][n] for m in held[: len(held) // 2] for n in ("exp_avg", "exp_avg_sq")
-    ]
-    found = all(training.stays_out_of_children(tensor) for tensor in held)
+    found = all(training.stays_out_of_children(tensor) for tensor in training.held_by(engine))
     engine.destroy()
     return found
 
@@ -142,11 +141,6 @@ def children(folder: Path) -> dict[str, float]:
         del batches
         engine.destroy()
     return found
-
-
-def _same(one: training.Outcome, other: training.Outcome) -> bool:
-    names = ("masters", "moments", "params")
-    return all(training.same_bits(getattr(one, name), getattr(other, name)) for name in names)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,12 @@ def on_and_off(rank: int) -> dict[str, bool]:
     for engine in (before, under, again, after):
         training.steps(engine, CASE, CASE.steps - engine.global_steps, rank)
     found = {
-        "different without and with": not _same(stock, ours),
-        "made before": _same(training.outcome(before), stock),
-        "made under it, trained on after": _same(training.outcome(under), ours),
-        "applied again with other switches": _same(training.outcome(again), other)
+        "different without and with": not training.same_state(stock, ours),
+        "made before": training.same_state(training.outcome(before), stock),
+        "made under it, trained on after": training.same_state(training.outcome(under), ours),
+        "applied again with other switches": training.same_state(training.outcome(again), other)
         and applied_again == ("host_buffers", "unscale", "staging", "temporary"),
-        "made after": _same(training.outcome(after), stock),
+        "made after": training.same_state(training.outcome(after), stock),
         "stock's class": type(after.optimizer) is own and type(before.optimizer) is own,
         "nothing in force": deepspeed_lean.applied() == (),
     }
@@ -82,7 +82,7 @@ def two_at_once(rank: int) -> bool:
     outcomes = [training.outcome(engine) for engine in engines]
     for engine in engines:
         engine.destroy()
-    return all(_same(outcome, alone) for outcome in outcomes)
+    return all(training.same_state(outcome, alone) for outcome in outcomes)
 
 
 def client(rank: int) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def client(rank: int) -> dict[str, Any]:
     _count(engine.optimizer.optimizer, calls)
     training.steps(engine, CASE, 2, rank)
     engine.destroy()
-    same = _same(*(one.pop("outcome") for one in outcomes))
+    same = training.same_state(*(one.pop("outcome") for one in outcomes))
     return {"same bits": same, "stock": outcomes[0], "ours": outcomes[1], "calls of stock's Adam": calls}
 
 
@@ -173,11 +173,6 @@ def pinned() -> list[Any]:
 def _resident_nbytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
-
-
-def _same(one: training.Outcome, other: training.Outcome) -> bool:
-    names = ("masters", "moments", "params")
-    return all(training.same_bits(getattr(one, name), getattr(other, name)) for name in names)
 
 
 if __name__ == "__main__":

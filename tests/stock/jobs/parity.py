@@ -40,6 +40,7 @@ def main() -> None:
     rank = training.start()
     found: dict[str, Any] = {name: compare(case, rank) for name, case in CASES.items()}
     found["unused"] = unused(rank)
+    found["stage 3"] = stage_3(rank)
     if torch.distributed.get_world_size() == 1:
         found["switches"] = {name: switched_off(name, rank) for name in ("nothing", *deepspeed_lean.SWITCHES)}
     report(found)
@@ -49,14 +50,13 @@ def compare(case: Case, rank: int) -> dict[str, Any]:
     """How three trainings differ, and each from torch's AdamW in fp32."""
     stock, same_op, ours = (training.train(case, switches, rank) for switches in (None, OP_OFF, ALL_ON))
     found = {
-        "op off has stock's bits": all(
-            _equal(stock, same_op, name) for name in ("masters", "moments", "params")
-        ),
+        "op off has stock's bits": training.same_state(stock, same_op),
         "the same arrives": all(
             training.same_bits(a, b) for a, b in zip(stock.gradients, ours.gradients, strict=True)
         ),
         "norms": [stock.norms, ours.norms],
         "skipped": [stock.skipped, same_op.skipped, ours.skipped],
+        "saw infinity": ours.saw_infinity,
         "scale": [stock.scale, same_op.scale, ours.scale],
         "weights are rounded masters": _rounded(case, ours),
         "bound": bound(case, ours),
@@ -94,6 +94,26 @@ def unused(rank: int) -> dict[str, float]:
     }
 
 
+def stage_3(rank: int) -> dict[str, Any]:
+    """Stage 3, of which host buffers and op are replaced: to stock's bits with stock's op."""
+    case, outcomes, held = Case(stage=3, gas=3), [], []
+    for switches in (None, OP_OFF, ALL_ON):
+        with training.patched(switches):
+            engine = training.make_engine(case)
+        training.steps(engine, case, case.steps, rank)
+        outcomes.append(training.outcome(engine))
+        held = training.held_by(engine)
+        engine.destroy()
+    stock, same_op, ours = outcomes
+    return {
+        "op off has stock's bits": training.same_state(stock, same_op),
+        "ours to stock": training.distance(ours.masters, stock.masters),
+        "bound": bound(case, ours),
+        "in host buffers": all(training.stays_out_of_children(tensor) for tensor in held),
+        "has masters": sum(master.numel() for master in ours.masters),
+    }
+
+
 def switched_off(name: str, rank: int) -> dict[str, Any]:
     """What an engine has when one switch is off, after training, and how its masters compare."""
     off = {} if name == "nothing" else {name: False}
@@ -109,10 +129,7 @@ def switched_off(name: str, rank: int) -> dict[str, Any]:
         for micro in range(case.gas):
             training.micro_step(engine, case, step, micro, rank)
     masters = optimizer.single_partition_of_fp32_groups
-    states = [optimizer.optimizer.state[master] for master in masters]
-    held = [
-        t for m, s in zip(masters, states, strict=True) for t in (m, m.grad, s["exp_avg"], s["exp_avg_sq"])
-    ]
+    held = training.held_by(engine)
     found = {
         "applied": applied,
         "in host buffers": [training.stays_out_of_children(tensor) for tensor in held],
@@ -129,10 +146,6 @@ def switched_off(name: str, rank: int) -> dict[str, Any]:
     found["to ours"] = training.distance(after.masters, ours.masters)
     found["bound"] = bound(case, ours)
     return found
-
-
-def _equal(one: Outcome, other: Outcome, name: str) -> bool:
-    return training.same_bits(getattr(one, name), getattr(other, name))
 
 
 def _rounded(case: Case, ours: Outcome) -> bool:

@@ -18,12 +18,14 @@ import torch
 
 import deepspeed
 import deepspeed_lean
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL_ON: dict[str, bool] = {}
 OP_OFF = {"adam_op": False}
 BETAS = (0.9, 0.95)
 LR = 1e-2
+MOMENTS = ("exp_avg", "exp_avg_sq")
 HIDDEN = 33
 BATCH = 3
 
@@ -38,7 +40,8 @@ class Case:
     clip: float = 0.0
     steps: int = 10
     chained: bool = False
-    infinite: bool = False  # one rank's data has an infinity in the fourth step
+    # One rank's data has an infinity in the fourth step, for an element that one rank owns.
+    infinite: bool = False
     unused_at: tuple[int, ...] = ()  # steps without a gradient of `sometimes`
     extra: Mapping[str, Any] = field(default_factory=dict)  # top-level keys of the configuration
 
@@ -64,10 +67,14 @@ class Model(torch.nn.Module):
             {"params": [self.gain], "weight_decay": 0.3, "lr": LR * 2},
         ]
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, with_sometimes: bool) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, with_sometimes: bool, first: float
+    ) -> torch.Tensor:
+        """The loss; `first` is a factor of one element of `gain`, and of nothing else."""
         if self.chained:
             x = x + 0.1 * self.wide(self.frozen(x))
-        parts = [self.wide(x), self.narrow(x), self.gain * x[:, :3]]
+        factors = torch.tensor([first, 1.0, 1.0])
+        parts = [self.wide(x), self.narrow(x), (self.gain * x[:, :3]).float() * factors]
         if with_sometimes:
             parts.append(self.sometimes(x))
         if self.chained:
@@ -89,6 +96,7 @@ class Outcome:
     # Of each step that was not skipped, for each group: reduced gradients, added in fp32, without loss scale.
     gradients: list[list[torch.Tensor]]
     starts: list[torch.Tensor]
+    saw_infinity: bool = False  # in what arrived here
 
 
 def start() -> int:
@@ -148,9 +156,9 @@ def micro_step(engine: Any, case: Case, step: int, micro: int, rank: int) -> flo
     """One micro-batch, which depends on step, micro-batch and rank alone."""
     source = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     x, weights = torch.randn(2, BATCH, HIDDEN, generator=source)
-    if case.infinite and step == 3 and rank == torch.distributed.get_world_size() - 1:
-        x[0, 0] = float("inf")
-    loss = engine(x.to(DTYPES[case.dtype]), weights, step not in case.unused_at)
+    last = rank == torch.distributed.get_world_size() - 1
+    first = float("inf") if case.infinite and step == 3 and last else 1.0
+    loss = engine(x.to(DTYPES[case.dtype]), weights, step not in case.unused_at, first)
     engine.backward(loss)
     engine.step()
     return loss.item()
@@ -173,29 +181,44 @@ def train(case: Case, switches: Mapping[str, bool] | None, rank: int) -> Outcome
     optimizer = engine.optimizer
     starts = [master.detach().clone() for master in optimizer.single_partition_of_fp32_groups]
     sums = record(optimizer)
-    gradients, norms, losses = [], [], []
+    gradients, norms, losses, finite = [], [], [], True
     for step in range(case.steps):
         skipped, scale = engine.skipped_steps, optimizer.cur_scale if case.dtype == "fp16" else 1.0
         for flat in sums:
             flat.zero_()
         losses += [micro_step(engine, case, step, micro, rank) for micro in range(case.gas)]
+        finite = finite and all(bool(flat.isfinite().all()) for flat in sums)
         if engine.skipped_steps == skipped:
             gradients.append([flat / scale for flat in sums])
         norm = engine.get_global_grad_norm()
         norms.append(float(norm) if norm is not None else 0.0)
     found = outcome(engine)
     found.norms, found.losses, found.gradients, found.starts = norms, losses, gradients, starts
+    found.saw_infinity = not finite
     engine.destroy()
     return found
 
 
-def outcome(engine: Any) -> Outcome:
-    """The state of an engine of stage 1 or 2."""
+def masters_of(engine: Any) -> list[torch.Tensor]:
+    """The fp32 masters of this rank, by group."""
     optimizer = engine.optimizer
-    masters = [master.detach().clone() for master in optimizer.single_partition_of_fp32_groups]
-    states = [optimizer.optimizer.state[m] for m in optimizer.single_partition_of_fp32_groups]
-    moments = [state[name].clone() for state in states for name in ("exp_avg", "exp_avg_sq")]
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        return optimizer.fp32_partitioned_groups_flat
+    return optimizer.single_partition_of_fp32_groups
+
+
+def outcome(engine: Any) -> Outcome:
+    """The state of an engine now; in stage 3 by parameter, since stock leaves the padding undefined."""
+    optimizer = engine.optimizer
     params = [param.detach().clone() for param in engine.module.parameters()]
+    if engine.zero_optimization_stage() == 3:
+        trained = [param for param in engine.module.parameters() if param.requires_grad]
+        masters = [safe_get_full_fp32_param(param) for param in trained]
+        moments = [safe_get_full_optimizer_state(param, name) for param in trained for name in MOMENTS]
+    else:
+        masters = [master.detach().clone() for master in masters_of(engine)]
+        states = [optimizer.optimizer.state[master] for master in masters_of(engine)]
+        moments = [state[name].clone() for state in states for name in MOMENTS]
     scale = float(getattr(optimizer, "cur_scale", 1.0))
     return Outcome(masters, moments, params, [], [], engine.skipped_steps, scale, [], [])
 
@@ -238,6 +261,20 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     """Largest difference of two lists of tensors."""
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.numel()]
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=0.0)
+
+
+def same_state(one: Outcome, other: Outcome) -> bool:
+    """Whether masters, moments and parameters have the same bits."""
+    names = ("masters", "moments", "params")
+    return all(same_bits(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def held_by(engine: Any) -> list[torch.Tensor]:
+    """Masters, gradients and moments."""
+    masters = masters_of(engine)
+    states = [engine.optimizer.optimizer.state[master] for master in masters]
+    moments = [state[name] for state in states for name in MOMENTS]
+    return [*masters, *(master.grad for master in masters if master.grad is not None), *moments]
 
 
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
