@@ -12,7 +12,7 @@ from typing import Any
 import memory
 import torch
 import training
-from reporting import report
+from reporting import leave, report
 from training import ALL_ON, OP_OFF, Case
 
 BEFORE, AFTER = 3, 4
@@ -31,6 +31,7 @@ def main() -> None:
     if torch.distributed.get_world_size() == 1:
         found["children"] = children(folder / "large")
     report(found)
+    leave()
 
 
 def exchange(case: Case, folder: Path, rank: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import training
-from reporting import report
+from reporting import leave, report
 from training import ALL_ON, OP_OFF, Case, Outcome
 
 import deepspeed_lean
@@ -44,6 +44,7 @@ def main() -> None:
     if torch.distributed.get_world_size() == 1:
         found["switches"] = {name: switched_off(name, rank) for name in ("nothing", *deepspeed_lean.SWITCHES)}
     report(found)
+    leave()
 
 
 def compare(case: Case, rank: int) -> dict[str, Any]:
