@@ -1,8 +1,9 @@
 """Runs programs in the interpreter with stock and the patch, on one or several CPU ranks.
 
-A program is a snippet or the path of a job file. What it hands to `report` (a snippet has that name; a job
-file imports it from `reporting`) comes back. On the path of every program are `tests/stock/jobs` and
-`tests/compat`, whose `peer_job` trains and exchanges checkpoints, and never this repository's `deepspeed`.
+A program is a snippet or the path of a job file. What it hands to `report` comes back; several ranks end with
+`leave` (a snippet has both names; a job file imports them from `reporting`). On the path of every program are
+`tests/stock/jobs` and `tests/compat`, whose `peer_job` trains and exchanges checkpoints, and never this
+repository's `deepspeed`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ JOBS = Path(__file__).parent / "jobs"
 _PATH = (JOBS, Path(__file__).parents[1] / "compat")
 _GRACE_S = 10.0  # for the other ranks to end by themselves when one has failed
 _RESULT = "RESULT "
-_SNIPPET_START = "from reporting import report\n"
+_SNIPPET_START = "from reporting import leave, report\n"
 
 
 class Ended(NamedTuple):

@@ -63,7 +63,7 @@ TRAIN = """
     bases = [base.__module__.partition(".")[0] for base in type(engine.optimizer).__mro__]
     report([bases, train(engine, 3, int(os.environ["RANK"]))])
     engine.destroy()
-    torch.distributed.destroy_process_group()
+    leave()
     """
 OP = """
     import sys, torch
