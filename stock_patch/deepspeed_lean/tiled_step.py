@@ -227,7 +227,7 @@ class _Published(torch.Tensor):
 
 class TiledUpload(TiledStep):
     """Weights leave tile by tile, through a ring of fixed size or, on a CPU, straight to their place. Memory:
-    3 slots of 32 MiB instead of 2 bytes an element."""
+    a ring of three slots instead of 2 bytes an element."""
 
     SHAPES: ClassVar[dict[str, Shape]] = {
         **TiledStep.SHAPES,

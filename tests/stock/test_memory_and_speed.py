@@ -20,12 +20,14 @@ STOCK, PATCHED = [LATE, STAGE_3], [EARLY, LATE, STAGE_1, STAGE_3]
 LIMIT = 16.5
 # In stage 1 the model's gradients, in 16 bits, lie where the model is: for want of a GPU here, while they live.
 ON_THE_DEVICE = 2.0
-# The C heap would keep what such a gradient leaves, 2 MB each, or not: 16.0 to 18.5 bytes a parameter.
-HEAP = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 
 
 def key(job, patch):
     return json.dumps({**job, "patch": patch})
+
+
+def measure(jobs):
+    return harness.results(JOB, *jobs, environment=harness.LARGE_IS_MAPPED)[0]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def tree():
     """Bytes a parameter of each job, stock's and the patch's measured side by side."""
     lists = [[key(job, False) for job in STOCK], [key(job, True) for job in PATCHED]]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda jobs: harness.results(JOB, *jobs, environment=HEAP)[0], lists))
+        found = list(pool.map(measure, lists))
     return {
         name: result
         for jobs, results in zip(lists, found, strict=True)
