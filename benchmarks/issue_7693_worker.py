@@ -24,7 +24,7 @@ import deepspeed
 Note = Callable[[str], None]
 
 WATCHED_STEPS = 2
-TIMED_STEPS = 3  # after them: nothing is watched, and no method is wrapped
+TIMED_STEPS = 9  # after them: nothing is watched, and no method is wrapped
 WORKERS = 2
 INSIDE = {"unscale_and_clip_grads": "unscale", "_optimizer_step": "Adam"}
 ALONE = {

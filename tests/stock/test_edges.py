@@ -47,6 +47,11 @@ def test_without_the_step_between_the_last_backward_of_a_window_counts(found):
     assert found["left out"] == {"as stock": True, "the first does not count": True}
 
 
+def test_a_parameter_that_only_an_early_micro_batch_uses_is_stepped_with_its_gradient(found):
+    """Stock's sum takes it in only with the last one."""
+    assert found["early"] == {"stock": False, "ours": True}
+
+
 def test_between_backward_and_step_gradients_norms_and_overflow_are_there(found):
     for seen in found["between"]:
         assert seen == {"gradients": True, "norms": True, "overflow": True}

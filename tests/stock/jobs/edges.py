@@ -30,6 +30,7 @@ def main() -> None:
     report(
         {
             "left out": left_out(),
+            "early": {name: early(switches) for name, switches in (("stock", STOCK), ("ours", ALL_ON))},
             "between": [between(case) for case in (Case(), Case(dtype="fp16", infinite=True))],
             "universal": universal(folder),
             "zenflow": zenflow(),
@@ -53,6 +54,23 @@ def left_out() -> dict[str, bool]:
         "as stock": training.same_state(outcomes["ours"], outcomes["stock"]),
         "the first does not count": training.same_state(outcomes["ours"], outcomes["other first"]),
     }
+
+
+def early(switches: Any) -> bool:
+    """Whether what arrives of a parameter that only the first of three micro-batches uses is stepped with."""
+    with training.patched(switches):
+        engine = training.make_engine(Case(gas=3))
+    sums = training.record(engine.optimizer)
+    training.micro_step(engine, Case(gas=3), 0, 0, 0)
+    for micro in (1, 2):
+        training.micro_step(engine, Case(gas=3, unused_at=(0,)), 0, micro, 0)
+    numel = engine.module.sometimes.weight.numel()
+    start = sum(param.numel() for param in engine.module.groups()[0]["params"]) - numel
+    arrived = sums[0][start : start + numel]
+    gradient = engine.optimizer.single_partition_of_fp32_groups[0].grad[start : start + numel]
+    found = bool(arrived.abs().max() > 0) and torch.equal(gradient, arrived)
+    engine.destroy()
+    return found
 
 
 def between(case: Case) -> dict[str, bool]:
