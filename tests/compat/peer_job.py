@@ -162,7 +162,7 @@ def run(job: Job, rank: int, deepspeed: Any) -> dict[str, Any]:
 
 
 def spare_stock(deepspeed: Any) -> None:
-    """Leave out what stock does or asks for every engine, and has nothing to do with a training job's results."""
+    """Leave out what stock does or asks for every engine and a job's results do not depend on."""
     # Compiles one more op, for inference, which leaves its buffer of 66 MB in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Takes fp16 only from a processor with instructions for it; torch computes it on any.

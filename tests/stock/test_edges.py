@@ -81,6 +81,7 @@ def test_another_accelerator_is_left_alone_with_one_warning():
 
 
 def test_a_wrong_number_of_threads_is_said_when_the_patch_is_applied():
-    (ended,) = harness.run("import deepspeed_lean; deepspeed_lean.apply()", environment={"DS_HOST_THREADS": "0"})
+    wrong = {"DS_HOST_THREADS": "0"}
+    (ended,) = harness.run("import deepspeed_lean; deepspeed_lean.apply()", environment=wrong)
     assert ended.code == 1
     assert "ValueError: DS_HOST_THREADS: expected" in ended.stderr.splitlines()[-1]

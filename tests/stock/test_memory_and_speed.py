@@ -18,7 +18,7 @@ STOCK, PATCHED = [LATE, STAGE_3], [EARLY, LATE, STAGE_1, STAGE_3]
 
 # Master 4, gradient 4, moments 8. Measured: 16.0 to 16.3.
 LIMIT = 16.5
-# In stage 1 the model's gradients, in 16 bits, lie where the model is: for want of a GPU here, while they live.
+# In stage 1 the model's gradients, in 16 bits, lie where the model is while they live: on the host, here.
 ON_THE_DEVICE = 2.0
 
 

@@ -20,10 +20,11 @@ logger = logging.getLogger("DeepSpeed")
 _MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-# A step walks four buffers of one size in parallel. Mapped one after the other, they would agree in all low bits
-# of their addresses where that size is a multiple of a large power of two, and a cache that looks at those bits
-# takes one for the other: half the speed on a Zen 4 (benchmarks/README.md). So the remainders of large buffers'
-# addresses go through these; a prime number of them, so that no number of parameter groups makes them agree.
+# A step walks four buffers of one size in parallel. Mapped one after the other, they would agree in all low
+# bits of their addresses where that size is a multiple of a large power of two, and a cache that looks at
+# those bits takes one for the other: half the speed on a Zen 4 (benchmarks/README.md). So the remainders of
+# large buffers' addresses go through these; a prime number of them, so that no number of parameter groups
+# makes them agree.
 _REMAINDERS = itertools.cycle(range(0, 31 * 16384, 16384))
 _MODULUS = 32 * 16384
 _LARGE_NBYTES = 1 << 20

@@ -177,7 +177,8 @@ def backward(engine: Any, case: Case, step: int, micro: int) -> None:
 def moments(engine: Any) -> list[torch.Tensor]:
     """Of the first group: stock lets no parameter of a later one find its moments."""
     params = engine.module.groups()[0]["params"]
-    return [safe_get_full_optimizer_state(param, name).clone() for param in params for name in training.MOMENTS]
+    names = training.MOMENTS
+    return [safe_get_full_optimizer_state(param, name).clone() for param in params for name in names]
 
 
 def held(engine: Any) -> list[torch.Tensor]:

@@ -98,7 +98,7 @@ def test_a_forked_child_that_drops_a_buffer_unmaps_nothing_of_its_own():
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 16, 30])
 def test_equal_buffers_do_not_lie_alike(groups):
-    """A cache that looks at low bits of addresses can tell the four of a group apart, however many there are."""
+    """A cache that looks at low bits of addresses can tell the four of a group apart."""
     buffers = [HostBuffer("x", 1 << 20, torch.float32, Ledger()) for _ in range(4 * groups)]
     for group in range(groups):
         places = {buffer.tensor.data_ptr() % (512 << 10) for buffer in buffers[group::groups]}
