@@ -254,7 +254,7 @@ def test_the_environment_without_deepspeed_has_no_hook_in_the_way(python):
 @pytest.mark.parametrize("value", ["", "0", None])
 def test_the_startup_file_does_nothing_unless_it_is_asked_to(python, value):
     environment = {} if value is None else {"DEEPSPEED_LEAN": value}
-    code = "import sys, deepspeed; print([name for name in sys.modules if 'deepspeed' in name])"
+    code = "import sys, deepspeed; print([name for name in sys.modules if name.startswith('deepspeed')])"
     done = python(code, startup=True, **environment)
     assert (done.stdout, done.stderr) == ("deepspeed runs\n['deepspeed']\n", "")
 
