@@ -11,8 +11,9 @@ STEPS = [str(step) for step in range(1, 7)]
 # In fp32 the same sums are taken in another order: a few ulp of losses near 5 and of norms, over six steps.
 FP32_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "margin": 1e-5}
 # bf16 rounds weights and activations to 8 bits: each log probability, near 5, moves by some 2**-8; a loss is
-# the mean of many. Largest differences seen: 0.0011, 0.014, 0.0023.
-BF16_BOUNDS = {"loss": 0.005, "grad_norm": 0.03, "margin": 0.01}
+# the mean of many. What differs grows from step to step, norms of about 1 most, and otherwise on each processor.
+# Largest differences seen, with Intel's AMX and on a Zen 4: 0.0012, 0.038, 0.0025.
+BF16_BOUNDS = {"loss": 0.005, "grad_norm": 0.1, "margin": 0.01}
 OFFLOAD = auto_config(2, offload=True, scheduler=False)
 NO_OFFLOAD = auto_config(1, offload=False, scheduler=False)
 KINDS = {
