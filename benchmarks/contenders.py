@@ -180,7 +180,20 @@ def _environment(contender: Contender, device: str, place: Place) -> Mapping[str
         environment["DEEPSPEED_LEAN"] = "1"
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
+    elif share_gpu(device, place.world):
+        # NCCL refuses two ranks of one host on one GPU: let each have a host of its own, and sockets between.
+        environment.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="0")
+        environment.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     return environment
+
+
+def share_gpu(device: str, world: int) -> bool:
+    """Returns whether there are fewer GPUs than ranks, so that all have to share the first."""
+    if device != "cuda":
+        return False
+    import torch
+
+    return torch.cuda.device_count() < world
 
 
 def _free_port() -> int:

@@ -5,7 +5,8 @@
 Memory of all ranks together for each accumulation and residual masters (as host_memory.py), time of a step
 beside stock's on as many ranks (as engine_step.py), the same at fewer ranks against the roof of the host, and
 a trace: how much of each transfer hides behind compute, and what the host waits for. Without a GPU there is
-no trace. That the numbers are right is what tests/gpu/test_several_gpus.py shows.
+no trace. Ranks that outnumber the GPUs share the first: memory is what it is elsewhere, times are not. That
+the numbers are right is what tests/gpu/test_several_gpus.py shows.
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ def measure_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Measures section by section, prints and draws."""
     options = parse_arguments()
+    if shared := contenders.share_gpu(options.device, options.world):
+        print(f"{options.world} ranks share a GPU and talk through sockets: times are no measure of several.")
     facts: dict[str, Any] = {}
     result: dict[str, Any] = {}
     if "memory" in options.only:
@@ -180,6 +183,7 @@ def main() -> None:
             "versions": {"python": platform.python_version(), **facts},
             "shapes": {"numel": options.numel, "hidden": options.hidden, "dtype": "bf16"},
             "world": options.world,
+            "gpu_shared": shared,
             "rounds": options.rounds,
             **result,
         },

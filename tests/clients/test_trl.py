@@ -11,7 +11,7 @@ STEPS = [str(step) for step in range(1, 7)]
 # In fp32 the same sums are taken in another order: a few ulp of losses near 5 and of norms, over six steps.
 FP32_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "margin": 1e-5}
 # bf16 rounds weights and activations to 8 bits: each log probability, near 5, moves by some 2**-8; a loss is
-# the mean of many. What differs grows from step to step, norms of about 1 most, and otherwise on each processor.
+# the mean of many. Differences grow from step to step, those of norms most, and vary with the processor.
 # Largest differences seen, with Intel's AMX and on a Zen 4: 0.0012, 0.038, 0.0025.
 BF16_BOUNDS = {"loss": 0.005, "grad_norm": 0.1, "margin": 0.01}
 OFFLOAD = auto_config(2, offload=True, scheduler=False)

@@ -89,7 +89,8 @@ def run_distributed(
         env: Extra environment of the ranks.
         process_group: Whether the ranks enter fn with a process group; without, RANK and the like are set all
             the same.
-        device: "cpu" for gloo, or "cuda": each rank has the GPU of its number, and NCCL.
+        device: "cpu" for gloo, or "cuda": each rank has the GPU of its number, and NCCL. "cuda:0": NCCL as
+            well, and the first GPU for all of them.
 
     Raises:
         AssertionError: A rank failed, died or hung; the message holds the traceback and the log of every such
@@ -117,6 +118,22 @@ def run_distributed(
                 + "\n".join(rank.describe() for rank in failed)
             )
     return [rank.result for rank in ranks]
+
+
+def share_one_gpu(rank: int) -> dict[str, str]:
+    """Environment of a rank that shares the first GPU with the others.
+
+    NCCL refuses two ranks of one host on one GPU, so each has a host of its own, as far as NCCL can see, and
+    they talk through sockets.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cuda",
+    }
 
 
 def _context() -> Any:
@@ -176,14 +193,16 @@ def _rank_main(job: _Job, pipe: Connection, fn: Callable[..., Any], args: tuple[
         MASTER_PORT=str(job.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         DS_ACCELERATOR=job.device,
-        **job.env,
     )
+    if job.device == "cuda:0":
+        os.environ.update(share_one_gpu(job.rank))
+    os.environ.update(job.env)
     torch.set_num_threads(1)
     try:
-        if job.device == "cuda":
-            torch.cuda.set_device(job.rank)
+        if job.device != "cpu":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if job.process_group:
-            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+            dist.init_process_group("gloo" if job.device == "cpu" else "nccl")
         pipe.send_bytes(pickle.dumps((_State.READY, None, None)))
         faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 2.0), file=sys.stderr)
         result, error = fn(*args), None

@@ -1,6 +1,7 @@
 """Several GPUs of one host: the same numbers and decisions as one, the same checkpoints, one end for all.
 
-Each claim runs on 2, 4 and 8 GPUs where they are, and everywhere on 2 and 4 CPU ranks.
+Each claim runs on 2, 4 and 8 GPUs where they are, on 2 and 4 ranks that share one, and everywhere on 2 and 4
+CPU ranks.
 """
 
 import os
@@ -32,7 +33,11 @@ def _gpus(count):
 
 on_every_host = pytest.mark.parametrize(
     "device, world",
-    [("cpu", 2), ("cpu", 4), *(pytest.param("cuda", count, marks=_gpus(count)) for count in (2, 4, 8))],
+    [
+        *(("cpu", count) for count in (2, 4)),
+        *(pytest.param("cuda:0", count, marks=_gpus(1)) for count in (2, 4)),
+        *(pytest.param("cuda", count, marks=_gpus(count)) for count in (2, 4, 8)),
+    ],
 )
 
 
@@ -82,6 +87,10 @@ def test_what_all_ranks_save_half_of_them_and_one_load(device, world, tmp_path):
 
 KILLED = """
 import os, pathlib, signal, sys
+from tests.distributed.harness import share_one_gpu
+
+if sys.argv[-1] == "cuda:0":
+    os.environ.update(share_one_gpu(int(os.environ["RANK"])))
 import torch
 import deepspeed
 
@@ -108,7 +117,9 @@ while True:
 @on_every_host
 def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_with_its_exit_code(device, world, tmp_path):
     (tmp_path / "train.py").write_text(KILLED)
-    with _start([*DEEPSPEED, "--num_gpus", str(world)], tmp_path, DS_ACCELERATOR=device) as job:
+    # A launcher gives each rank a GPU, so that ranks which share one choose it themselves.
+    launched = "cpu" if device == "cuda:0" else device
+    with _start([*DEEPSPEED, "--num_gpus", str(world)], tmp_path, device, DS_ACCELERATOR=launched) as job:
         deadline = time.monotonic() + START_S
         while not (tmp_path / "killed").exists():
             assert job.poll() is None and time.monotonic() < deadline, _log(tmp_path)
@@ -145,9 +156,9 @@ def test_each_rank_trains_on_the_gpu_of_its_local_rank(launcher, tmp_path):
     assert "rank 0 is done" in _log(tmp_path) and "rank 1 is done" in _log(tmp_path)
 
 
-def _start(launcher, folder, **env):
+def _start(launcher, folder, *arguments, **env):
     """`train.py` of a folder under a launcher, which leaves its output there."""
-    command = [sys.executable, *launcher, "train.py"]
+    command = [sys.executable, *launcher, "train.py", *arguments]
     with (folder / "log").open("w") as log:
         return _Job(
             command,
