@@ -5,8 +5,8 @@
 Memory of all ranks together for each accumulation and residual masters (as host_memory.py), time of a step
 beside stock's on as many ranks (as engine_step.py), the same at fewer ranks against the roof of the host, and
 a trace: how much of each transfer hides behind compute, and what the host waits for. Without a GPU there is
-no trace. Ranks that outnumber the GPUs share the first: memory is what it is elsewhere, times are not. That
-the numbers are right is what tests/gpu/test_several_gpus.py shows.
+no trace. Ranks that outnumber the GPUs share the first, and their times are no measure. That the numbers are
+right is what tests/gpu/test_several_gpus.py shows.
 """
 
 from __future__ import annotations

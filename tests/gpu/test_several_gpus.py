@@ -28,7 +28,7 @@ END_S = 30.0  # from the end of one rank to the end of the job
 
 def _gpus(count):
     missing = torch.cuda.device_count() < count
-    return [pytest.mark.gpu, pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices")]
+    return [pytest.mark.gpu, pytest.mark.skipif(missing, reason=f"CUDA devices needed: {count}")]
 
 
 on_every_host = pytest.mark.parametrize(
@@ -89,7 +89,7 @@ KILLED = """
 import os, pathlib, signal, sys
 from tests.distributed.harness import share_one_gpu
 
-if sys.argv[-1] == "cuda:0":
+if "cuda:0" in sys.argv:
     os.environ.update(share_one_gpu(int(os.environ["RANK"])))
 import torch
 import deepspeed
@@ -101,6 +101,7 @@ config = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)
+assert (engine.device.type == "cpu") == ("cpu" in sys.argv), (engine.device, sys.argv)
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 pathlib.Path(str(rank)).write_text(str(os.getpid()))
 while True:
